@@ -1,21 +1,21 @@
 """Builds the program from a placement: each segment's jaxpr, values, last uses and buckets.
 
-The module `cut` decides in which segment of the step each equation runs, i.e. at which *position*.
-This module builds the program from that decision. It collects the equations of each position into a
-list, the *body*, packs small exchanges into shared buffers, and drops equations whose results
-nobody reads.
+`cut` decides which segment each equation of the step runs in, i.e. its *position*, and this module
+turns that decision into a program. The equations at each position are collected into a list, the
+*body*. Small exchanges are packed into shared buffers, and equations whose results nobody reads are
+dropped.
 
-Finally, it works out which values each segment takes and returns. A position without equations gets
-no segment.
+The last step is to work out which values each segment takes and returns. Positions that end up
+empty don't get a segment.
 
-Small exchanges are packed twice, here and on the wire (`wire/coalesce`), and we need both. The
-packing in this module changes the program: exchanges of the same level that are smaller than
-`bucket_bytes` become a single exchange of a shared buffer. As a result, only one array travels
-between the accelerator and the host, the program is smaller, and the ranks can compare the buffers
-before the first step.
+Small exchanges are packed twice, once here and once on the wire (`wire/coalesce`), for different
+reasons. Packing here changes the program: exchanges of the same level that are smaller than
+`bucket_bytes` are merged into a single exchange of a shared buffer. That way, only one array has to
+be copied between the accelerator and the host, the program gets smaller, and ranks can compare
+their buffers before the first step.
 
-In contrast, `coalesce` leaves the program as it is. It only decides which sums of a segment, shared
-buffers included, travel in the same message.
+`coalesce`, by contrast, leaves the program alone and only decides which of a segment's sums (shared
+buffers included) go into the same message.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from jaxcross.program.nonfinite import masked_by
 if TYPE_CHECKING:
     from jaxcross.program.trace import Traced
 
-# These reductions work element by element, so several operands can share one buffer.
+# Elementwise reductions, whose operands can share a buffer.
 _BUCKETED = frozenset({"psum", "pmax", "pmin"})
 
 
@@ -49,10 +49,10 @@ def assemble(
 
     Args:
         graph: The equations of the traced step.
-        placement: Which position each equation runs at.
-        bucket_bytes: Exchanges smaller than this share flat buffers of up to this size.
-        pack_on_device: Whether compute segments fill and empty these buffers. Otherwise, collective
-            segments do it.
+        placement: The position at which each equation runs.
+        bucket_bytes: Exchanges smaller than this are packed into flat buffers of up to this size.
+        pack_on_device: Whether these buffers are packed and unpacked by compute segments rather
+            than collective segments.
     """
     traced = graph.traced
     inner, _ = compat.open_jaxpr(traced.jaxpr)
@@ -65,8 +65,8 @@ def assemble(
     if pack_on_device:
         carried = {2 * g + 1 for g, group in enumerate(placement.groups) if group.carried}
         _pack_on_device(bodies, shared, owner, traced.decisions, carried)
-    # A segment has to return whatever later segments read. To know what that is, we need the
-    # equations of all positions before we can build the first segment.
+    # A segment has to return whatever later segments read, so we need the equations at every
+    # position before we can build the first segment.
     reads = _prune(bodies, owner, results)
     last_read = {v: at for at, variables_read in enumerate(reads) for v in variables_read}
     values: list[Aval] = []
@@ -82,17 +82,17 @@ def assemble(
     segments: list[Segment] = []
     literal_ids: list[int] = []
     for at, body in enumerate(bodies):
-        # If the step returns a literal, no equation computes that result, so the tail has to return
-        # it.
+        # No equation computes the literals that a step returns, so it's up to the tail to return
+        # them.
         literals = []
         if at == len(bodies) - 1:
             literals = [a for a in inner.outvars if isinstance(a, compat.Literal)]
         if not body and not literals:
             continue
         made = [v for e in body for v in e.outvars if not isinstance(v, compat.DropVar)]
-        # An equation may run in several segments, because recomputing its result can be cheaper
-        # than keeping it in memory. Only the segment in which the equation was placed returns the
-        # result to other segments. A segment that recomputes the result uses it internally.
+        # An equation can run in several segments if recomputing its result is cheaper than keeping
+        # it in memory. Only the segment that owns the equation returns the result to other
+        # segments; the rest recompute it for their own use.
         outs = [
             v
             for v in dict.fromkeys(made)
@@ -103,15 +103,16 @@ def assemble(
         collective = at % 2 == 1
         read = reads[at]
         if not collective:
-            # XLA writes results into donated inputs of the same shape: the n-th result of a shape
-            # goes into the n-th of these inputs. So we list a segment's inputs and results in the
-            # order in which the step itself has them, like `jax.jit` would. If a segment may
-            # overwrite the whole state, every array of the state then keeps its own buffer.
+            # XLA reuses donated inputs for results of the same shape, matching them up in order:
+            # the n-th result of a given shape is written into the n-th such input. So we list a
+            # segment's inputs and results in the same order as the step does, just like `jax.jit`
+            # would. That way, when a segment may overwrite the whole state, each array of the state
+            # stays in its own buffer.
             read = sorted(read, key=place_of_input)
             outs = sorted(outs, key=place_of_result)
         masked = masked_by(graph, placement.groups[at // 2], body, outs) if collective else []
-        # The results that are only needed for checks come last. `Execution` relies on this order
-        # when it separates them from the segment's own results.
+        # Results that are only needed for checks go last. `Execution` relies on this to split them
+        # off from the segment's own results.
         counts = [v for v in made if v in traced.decisions]
         jaxpr = compat.make_jaxpr_of(read, [*outs, *literals, *masked, *counts], body, traced.jaxpr)
         segments.append(
@@ -159,10 +160,10 @@ def _program(
 
 @dataclass(frozen=True, slots=True)
 class _SharedBuffers:
-    """Flat buffers that carry the operands of several exchanges each.
+    """Flat buffers, each of which holds the operands of several exchanges.
 
     Attributes:
-        parts: For each buffer, how many operands it holds, followed by a hash of their sizes.
+        parts: The number of operands in each buffer, followed by a hash of their sizes.
         filled: Results of the equations that copy operands into the buffers.
         emptied: Results of the equations that split the buffers after the exchange.
     """
@@ -179,29 +180,28 @@ def _pack_on_device(
     checked: Collection[Any],
     carried: Collection[int],
 ) -> None:
-    """Moves the equations that fill and empty shared buffers into the neighbouring compute bodies.
+    """Moves the packing and unpacking of shared buffers into the neighbouring compute bodies.
 
-    Several small exchanges may share one flat buffer. If the compute segments before and after the
-    exchange pack and unpack this buffer, only one array per buffer is transferred between the
-    accelerator and the host. Otherwise, each operand is transferred by itself, and a transfer costs
-    a tenth of a millisecond, however small the array is (`benchmarks/results/gpu_transfers.json`).
+    If the compute segments around an exchange pack and unpack its shared buffer, only that buffer
+    has to be transferred between the accelerator and the host. Otherwise, every operand is
+    transferred separately, and each transfer takes a tenth of a millisecond, no matter how small
+    the array (`benchmarks/results/gpu_transfers.json`).
 
     An equation stays in the collective body if
 
-    - the neighbouring compute position is empty (the one before it if it fills a buffer, the one
-      after it if it empties one),
-    - it fills a buffer from the result of an equation that stays, or it empties a buffer and an
-      equation that stays reads its result,
-    - its result is one of `checked`, because a collective segment has to return these, or
-    - it fills a buffer at one of the `carried` positions, because carried exchanges mustn't wait
-      for any computation.
+    - the compute position it would move to is empty (the preceding position for packing, the next
+      position for unpacking),
+    - it packs the result of an equation that stays, or an equation that stays reads what it
+      unpacks,
+    - it computes one of the `checked` results, which a collective segment has to return itself, or
+    - it packs a buffer at one of the `carried` positions, since carried exchanges mustn't wait for
+      any computation.
     """
     for at in range(1, len(bodies), 2):
         body = bodies[at]
         made = {v for eqn in body for v in eqn.outvars}
-        # First, move equations that fill shared buffers to the compute segment before the exchange.
-        # An equation can't move if it reads the result of one that stays. Whether it can depends on
-        # the equations before it, so we go forwards.
+        # First, move packing equations to the compute segment before the exchange. An equation has
+        # to stay if it reads the result of an equation that stays, so we go through them in order.
         first = []
         rest = []
         for eqn in body:
@@ -216,9 +216,8 @@ def _pack_on_device(
                 made.difference_update(eqn.outvars)
             else:
                 rest.append(eqn)
-        # Then, move equations that empty shared buffers to the compute segment after the exchange.
-        # An equation can't move if one that stays reads its result. Whether it can depends on the
-        # equations after it, so we go backwards.
+        # Then, move unpacking equations to the compute segment after the exchange. Here, an
+        # equation has to stay if an equation that stays reads its result, so we go backwards.
         read: set[Any] = set()
         kept = []
         last = []
@@ -232,9 +231,8 @@ def _pack_on_device(
         bodies[at - 1] = bodies[at - 1] + first
         bodies[at] = kept[::-1]
         bodies[at + 1] = last[::-1] + bodies[at + 1]
-        # Record at which position each variable is computed now. For equations that have moved,
-        # that's the new position. Equations that fill or empty a shared buffer have only just been
-        # created, so even those that stay didn't have a position before.
+        # Update where each variable is computed. That includes packing and unpacking equations that
+        # stay put: they were only just created, so they don't have a position yet.
         for place, eqns in ((at - 1, first), (at, bodies[at]), (at + 1, last)):
             owner.update(
                 {v: place for eqn in eqns for v in eqn.outvars if place != at or v not in owner}
@@ -244,7 +242,7 @@ def _pack_on_device(
 def _bodies(
     graph: Graph, placement: Placement, bucket_bytes: int, shared: _SharedBuffers
 ) -> list[list[Any]]:
-    """Returns the equations of each position, and adds the shared buffers to `shared`."""
+    """Returns the equations at each position, and records the shared buffers in `shared`."""
     placed = by_place(placement.position)
     bodies = []
     for at in range(2 * len(placement.groups) + 1):
@@ -261,9 +259,9 @@ def _prune(
 ) -> list[list[Any]]:
     """Drops compute equations that no later position needs, and returns what each position reads.
 
-    We go through the positions of the step from last to first, because an equation is needed only
-    if a later position reads its result. Exchanges are always kept, even if this rank doesn't use
-    their results, because the other ranks can't complete an exchange without this rank.
+    We walk backwards from the last position, because whether an equation is needed depends on what
+    later positions read. Exchanges are always kept, even if this rank ignores the result, because
+    the other ranks can't complete them on their own.
     """
     reads: list[list[Any]] = [[] for _ in bodies]
     wanted = set(results)
@@ -291,7 +289,7 @@ def _reads(body: Sequence[Any]) -> list[Any]:
 
 
 def _places(ordered: Sequence[Any]) -> Callable[[Any], int]:
-    """Returns a sort key: a variable's place in `ordered`; all other variables sort after these."""
+    """Returns a sort key that orders variables as in `ordered`, followed by all others."""
     places = {v: n for n, v in enumerate(ordered)}
     return lambda v: places.get(v, len(places))
 
@@ -299,10 +297,9 @@ def _places(ordered: Sequence[Any]) -> Callable[[Any], int]:
 def _exchanges(body: Sequence[Any], graph: Graph, parts: Mapping[Any, str]) -> tuple[Exchange, ...]:
     """Returns the exchanges of a segment.
 
-    Before the first step, the ranks compare the parameters of their exchanges. If an exchange
-    carries a shared buffer, its parameters therefore include the number of arrays in the buffer and
-    a hash of their sizes. If ranks only compared the buffer's total size, they wouldn't notice that
-    they packed different arrays into it.
+    Ranks compare the parameters of their exchanges before the first step. For a shared buffer,
+    these include the number of arrays in it and a hash of their sizes; its total size alone
+    wouldn't reveal that ranks had packed different arrays into it.
     """
     found: list[Exchange] = []
     for eqn in body:
@@ -315,7 +312,7 @@ def _exchanges(body: Sequence[Any], graph: Graph, parts: Mapping[Any, str]) -> t
 def _collective_body(
     graph: Graph, group: Group, bucket_bytes: int, shared: _SharedBuffers
 ) -> list[Any]:
-    """Returns the equations of a collective segment by level, with small exchanges packed."""
+    """Returns a collective segment's equations in order of level, with small exchanges packed."""
     if group.as_written:
         return [graph.eqns[i] for i in sorted((*group.exchanges, *group.between))]
     body: list[Any] = []
@@ -344,18 +341,18 @@ def _bucketed(
             and found[0].nbytes < bucket_bytes
         )
         small = small and not isinstance(eqn.invars[0], compat.Literal)
-        # Along axes of size 1, nothing is sent, so packing would only add copies.
+        # Nothing is sent along axes of size 1, so packing would only add copies.
         small = small and any(graph.traced.axes[a] > 1 for a in found[0].axes)
-        # Under `vmap`, a reduction over ranks may also reduce dimensions of its operand. Such an
-        # operand can't share a buffer, because a flat buffer doesn't have these dimensions.
+        # Under `vmap`, a reduction over ranks may reduce dimensions of its operand as well. A flat
+        # buffer doesn't have these dimensions, so such operands can't be packed.
         small = small and "positions" not in dict(found[0].params)
         if not small:
             out.append((i, [eqn]))
             continue
         x = found[0]
-        # Exchanges can share a buffer only if they have the same operation, axes, element type and
-        # parameters. We fill one buffer after another, based on nothing but the sizes of the
-        # exchanged arrays. These are identical across ranks, so all ranks put the same arrays into
+        # Only exchanges with the same operation, axes, element type and parameters can share a
+        # buffer. We fill the buffers one by one, looking at nothing but the sizes of the exchanged
+        # arrays. Since these are identical across ranks, all ranks end up with the same arrays in
         # the same buffers.
         kind = (x.op, x.axes, x.dtype, x.params)
         if kind not in filled or filled[kind] + x.nbytes > bucket_bytes:
@@ -363,8 +360,8 @@ def _bucketed(
             filled[kind] = 0
         filled[kind] += x.nbytes
         buckets[kind][-1].append(i)
-    # A buffer can only be exchanged once all operands in it have been computed. So its exchange
-    # takes the place of the last one among the exchanges that it replaces.
+    # A buffer can't be exchanged until all of its operands have been computed, so its exchange
+    # takes the place of the last exchange it replaces.
     for several in buckets.values():
         for members in several:
             eqns = [graph.eqns[i] for i in members]
@@ -389,8 +386,8 @@ def _share_buffer(eqns: Sequence[Any], graph: Graph, buffer: _SharedBuffers) -> 
     closed = jax.make_jaxpr(shared, axis_env=list(graph.traced.axes.items()))(*args)
     inner, _ = compat.open_jaxpr(closed)
     env = dict(zip(inner.invars, (e.invars[0] for e in eqns), strict=True))
-    # Operands and results keep their variables, because other equations refer to them. All other
-    # variables are replaced by new ones.
+    # Operands and results keep their variables because other equations refer to them. All other
+    # variables are replaced with fresh variables.
     env.update(zip(inner.outvars, (e.outvars[0] for e in eqns), strict=True))
     out = []
     new = buffer.filled

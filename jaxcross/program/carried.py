@@ -1,11 +1,11 @@
-"""Finds carried exchanges, which need no result of this step's computation.
+"""Finds carried exchanges, which don't need anything that this step computes.
 
-Some exchange strategies apply the mean one step late. They keep the operand of the exchange, e.g.
-the previous step's gradients, in their state, so the exchange depends only on the step's inputs. It
-can then run while this step computes something else.
+Some exchange strategies apply the mean one step late: they stash the operand (e.g. the previous
+step's gradients) in their state, so the exchange depends on nothing but the step's inputs and can
+run while the step computes something else.
 
-We call such an exchange *carried* if the step really contains costly work that doesn't need the
-result of the exchange (cut rule 8).
+We call such an exchange *carried* if the step also contains some costly work that doesn't need its
+result (cut rule 8).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from jaxcross import _jax_compat as compat
 from jaxcross.program.graph import Graph, nbytes, variables
 from jaxcross.program.op_cost import ARITHMETIC, HOST_OPS, MOST_TOUCHED, is_costly
 
-# The operand of e.g. a slice may be larger than its result. So even if the result has the same size
-# on all ranks, the size of the operand may depend on a rank's batch. We mustn't base a decision on
-# such a size, because all ranks have to decide the same.
+# A slice, for example, can be smaller than its operand. So even if the result has the same size on
+# all ranks, the operand's size might depend on a rank's batch. We can't base any decision on it,
+# because all ranks must decide alike.
 _SHRINKING = frozenset({"argmax", "dynamic_slice", "slice", "split"})
 
 
 def carried_exchanges(graph: Graph) -> tuple[int, ...]:
     """Returns the step's carried exchanges, which are identical across ranks.
 
-    They are among the exchanges that don't depend on another exchange.
+    None of them depends on another exchange.
     """
-    # Two kinds of exchanges can't be carried: those in a loop, because the loop computes something
-    # as well, and mpi4jax calls, because they must keep their order.
+    # Exchanges inside loops can't be carried, because the loop does some computing as well. Neither
+    # can mpi4jax calls, because they have to stay in order.
     first = [
         i
         for i in graph.wires
@@ -38,10 +38,9 @@ def carried_exchanges(graph: Graph) -> tuple[int, ...]:
     given = {i: graph.ancestors([i], {}) for i in first if _from_inputs(graph, i)}
     costly = [i for i in range(len(graph.eqns)) if _is_work(graph, i)]
     found = _with_other_work(graph, list(given), costly)
-    # Whether an exchange is carried may depend on another one. If the host computes a value by
-    # arithmetic, everything that reads the value has to run on the host as well (`may_repeat`).
-    # When an exchange is rejected, its operand is no longer computed there, so another exchange may
-    # have to be rejected, too. We repeat the check until nothing changes.
+    # If the host computes a value by arithmetic, everything that reads the value has to run on the
+    # host, too (`may_repeat`). Rejecting an exchange means that its operand is no longer computed
+    # on the host, which can rule out other exchanges in turn. Repeat until nothing changes.
     while found:
         inside = {*found, *(n for i in found for n in given[i])}
         kept = [i for i in found if may_repeat(graph, given[i], [i], inside)]
@@ -59,27 +58,28 @@ def host_ops_before(graph: Graph, exchanges: Sequence[int]) -> frozenset[int]:
 def may_repeat(
     graph: Graph, ops: Collection[int], exchanges: Sequence[int], inside: Collection[int]
 ) -> bool:
-    """Whether the host may compute the operands of these exchanges with these operations.
+    """Whether the host may run these operations to compute the operands of these exchanges.
 
-    The host runs these operations ahead of the exchanges. If other equations read the results as
-    well, a compute segment has to repeat the operations for them, and must get the same bits. With
-    arithmetic, that isn't certain: XLA may contract an operation with the one that reads its
-    result, which rounds differently.
+    The host runs the operations ahead of the exchanges. If other equations read the results as
+    well, a compute segment has to repeat the operations and get exactly the same bits. Arithmetic
+    doesn't guarantee that: XLA may contract an operation with its reader, which changes the
+    rounding.
 
-    So an arithmetic operation is only allowed if it doesn't have to be repeated, i.e. if everything
-    that reads its result runs on the host as well. `inside` contains these equations.
+    So arithmetic is only allowed if it doesn't have to be repeated, i.e. if everything that reads
+    its result runs on the host as well (and is in `inside`).
     """
     names = {graph.eqns[i].primitive.name for i in ops}
-    # All ranks must decide the same, even if their batches have different sizes. So we only accept
-    # operations on arrays whose sizes follow from the exchanges, and reject those that may read an
-    # array of any other size, such as slices and reductions.
+    # All ranks must come to the same decision, even if their batches differ in size. So we reject
+    # operations such as slices and reductions, which can read arrays whose sizes don't follow from
+    # the exchanges.
     if (
         not names <= HOST_OPS
         or not names.isdisjoint(_SHRINKING)
         or any(name.startswith("reduce_") and name != "reduce_precision" for name in names)
     ):
         return False
-    # Too much work on the host would take longer than the exchanges, so it wouldn't be hidden.
+    # Too much work would keep the host busy for longer than the exchanges take, so it wouldn't be
+    # hidden.
     moved = sum(x.nbytes for i in exchanges for x in graph.wires[i])
     if sum(nbytes(v) for i in ops for v in graph.eqns[i].outvars) > MOST_TOUCHED * moved:
         return False
@@ -95,13 +95,13 @@ def may_repeat(
 def work_before_commit(graph: Graph) -> set[int]:
     """Returns the equations to compute before the commit, while carried exchanges are in flight.
 
-    These are the costly equations that don't depend on any exchange, together with everything they
+    These are the costly equations that don't depend on any exchange, along with everything they
     need.
 
-    We also add cheap operations that follow them, as long as they don't increase memory use. For
-    example, a gradient often ends with a transpose or a sum over the batch. If such an operation
-    ran after the commit, it would have to read the result of a costly equation from memory, in an
-    order that doesn't match the result's layout.
+    Cheap operations that follow are included as well, as long as they don't increase memory use.
+    For example, computing a gradient often ends with a transpose or a sum over the batch. After the
+    commit, such an operation would have to read the costly equation's result back from memory, in
+    an order that doesn't match its layout.
     """
     costly = [i for i in range(len(graph.eqns)) if graph.level[i] == 0 and _is_work(graph, i)]
     inside = {*costly, *graph.ancestors(costly, {})}
@@ -126,11 +126,11 @@ def _may_end_work(graph: Graph, i: int) -> bool:
 
 
 def _keeps_bytes(graph: Graph, i: int, inside: Collection[int], returned: Collection[Any]) -> bool:
-    """Whether an equation can be added to the work before the commit without more memory.
+    """Whether an equation can join the work before the commit without using more memory.
 
-    The equation may only read results of the work that's already done before the commit, and its
-    own results may be no larger than the operands that are freed after it. An operand is freed if
-    nothing outside of this work reads it and the step doesn't return it.
+    The equation may only read results of that work, and its own results mustn't be larger than the
+    operands that it allows us to free. An operand can be freed if the step doesn't return it and
+    nothing outside of that work reads it.
     """
     eqn = graph.eqns[i]
     operands = variables(eqn.invars)
@@ -142,9 +142,9 @@ def _keeps_bytes(graph: Graph, i: int, inside: Collection[int], returned: Collec
         for v in operands
         if v not in returned and all(r in inside or r == i for r in graph.readers[v])
     )
-    # We also accept results that have at most an eighth of the operands' bytes. A typical example
-    # is the sum of an array that something else reads, so that the array can't be freed. The sum
-    # then takes additional memory, but too little to matter.
+    # Also accept results of at most an eighth of the operands' size, even if no operand can be
+    # freed. A typical example is summing an array that's still needed elsewhere: the sum takes up
+    # additional memory, but too little to matter.
     return made <= freed or 8 * made <= sum(map(nbytes, operands))
 
 
@@ -165,9 +165,9 @@ def _is_work(graph: Graph, i: int) -> bool:
 
 
 def _with_other_work(graph: Graph, exchanges: Sequence[int], costly: Collection[int]) -> list[int]:
-    """Returns the exchanges for which there's costly work that doesn't need the result.
+    """Returns the exchanges for which there's costly work that doesn't depend on the result.
 
-    A set of exchanges is represented by an integer, with one bit per exchange.
+    Sets of exchanges are represented as integers with one bit per exchange.
     """
     bit = {i: 1 << n for n, i in enumerate(exchanges)}
     waits: list[int] = []

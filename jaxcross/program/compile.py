@@ -1,4 +1,4 @@
-"""Compiles the segments of a program into XLA executables, shared by equal segments of all jobs."""
+"""Compiles a program's segments into XLA executables, which equal segments share across jobs."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from jaxcross.program.lowered import Lowered, Traceable, struct_of
 
 V = TypeVar("V")
 
-# We keep this many of the most recently used executables, even if no job uses them any more. So if
-# a job is the same as one that has already finished, it doesn't have to be compiled again.
+# How many of the most recently used executables to keep once no job uses them any more, in case an
+# identical job comes along later.
 MAX_IDLE_EXECUTABLES = 64
 
 
 @final
 class SingleFlightCache(Generic[V]):
-    """A thread-safe cache that makes each value only once.
+    """A thread-safe cache that makes each value only once, even if several threads ask for it.
 
     Args:
-        values: The mapping that stores the values; an empty dictionary if None.
+        values: Where to store the values; a new dictionary if None.
     """
 
     def __init__(self, values: MutableMapping[Hashable, V] | None = None) -> None:
@@ -45,20 +45,20 @@ class SingleFlightCache(Generic[V]):
         self._values: MutableMapping[Hashable, V] = {} if values is None else values
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
-        """Returns the value for `key`, and makes it if it isn't cached.
+        """Returns the value for `key`, making it if it isn't cached.
 
-        If several threads ask for the same key, the first one makes the value and the others wait.
+        If several threads ask for the same key, the first makes the value while the others wait.
         """
         with self._lock:
             found = self._values.get(key)
             if found is not None:
                 return found
-            # Making the value usually means compiling, which may take minutes. So we hold a lock
-            # for this key only, and threads that ask for other keys don't have to wait.
+            # Making a value usually means compiling, which can take minutes. We only lock this key,
+            # so threads that ask for other keys aren't held up.
             key_lock = self._making.setdefault(key, threading.Lock())
         with key_lock:
-            # While we waited for the lock, another thread may have made the value. If its `make`
-            # failed, we try again.
+            # Another thread may have made the value while we were waiting for the lock. If its
+            # `make` failed, it's our turn to try.
             with self._lock:
                 found = self._values.get(key)
             if found is None:
@@ -74,24 +74,24 @@ class SingleFlightCache(Generic[V]):
 
 @final
 class ExecutableCache:
-    """A thread-safe cache of executables by what they compute, so that equal jobs compile once.
+    """A thread-safe cache of executables, keyed by what they compute, which equal jobs share.
 
-    An executable is freed together with the last job that uses it, so a process can run any number
-    of jobs, one after another, without running out of memory. Only the `MAX_IDLE_EXECUTABLES` most
-    recently used ones stay alive for longer, in case a later job needs them.
+    Executables are freed along with the last job that uses them, so a process can run any number of
+    jobs in a row without running out of memory. The exception is the `MAX_IDLE_EXECUTABLES` most
+    recently used executables, which we hold on to in case a later job needs them.
     """
 
     def __init__(self) -> None:
-        # The references are weak, so only jobs and `_latest` keep an executable alive.
+        # These references are weak: only jobs and `_latest` keep an executable alive.
         self._executables = SingleFlightCache[Any](WeakValueDictionary())
         self._latest: OrderedDict[Hashable, object] = OrderedDict()
         self._lock = threading.Lock()
         self.compiled = 0
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Returns the executable for `key`, and compiles it if it isn't cached.
+        """Returns the executable for `key`, compiling it if it isn't cached.
 
-        If several threads ask for the same key, the first one compiles and the others wait.
+        If several threads ask for the same key, the first compiles it while the others wait.
         """
 
         def counted() -> Any:
@@ -123,16 +123,16 @@ def compile_segments(
 ) -> tuple[Runnable, ...]:
     """Compiles every segment, or takes its executable from the cache.
 
-    For the arguments, see `stages.compile`.
+    See `stages.compile` for the arguments.
     """
     traced = program.traced
     wire = traced.wire
     coords = dict(traced.wire.coords(traced.axes))
     given = [*map(_sharding, traced.consts), *map(_sharding, inputs)]
     shardings: dict[int, Sharding | None] = dict(zip(program.inputs, given, strict=True))
-    # Create all communicators before compiling anything, because creating one waits for the other
-    # ranks. If we did it later, and the compiler failed on one rank, that rank would never create
-    # its communicator, and the other ranks would wait for it forever.
+    # Create all communicators before compiling anything, because this blocks until the other ranks
+    # have joined in. If we compiled first and the compiler failed on one rank, that rank would
+    # never get as far as creating its communicator, and the others would wait for it forever.
     lowered = {s.index: _lowered(program, s, wire, coords) for s in program.collectives}
     returned = frozenset(program.outputs)
     exchanged = _only_exchanged(program)
@@ -144,10 +144,9 @@ def compile_segments(
         sources = tuple(shardings[v] for v in segment.inputs)
         pinned = _pinned_results(segment, sources, exchanged, host)
         donated = _aliasable(program, segment, may_donate - lent, pinned)
-        # Segments with equal keys share an executable. So the key contains everything that affects
-        # what XLA makes of the segment, and nothing else. In particular, it doesn't contain any
-        # names: two jobs can share an executable even if their steps and values have different
-        # ones.
+        # Segments with equal keys share an executable, so the key covers everything that affects
+        # what XLA compiles the segment to, and nothing else. In particular, it ignores names: two
+        # jobs can share an executable even if they name their steps and values differently.
         key = (
             segment_key(segment),
             _avals(program, segment.inputs),
@@ -166,8 +165,8 @@ def compile_segments(
             call = cache.get(
                 key, _compute_maker(program, segment, sources, donated, coords, pinned)
             )
-            # XLA chooses the shardings of a segment's results. We look them up in the executable,
-            # because the next segment has to be compiled for arguments with these shardings.
+            # XLA picks the shardings of a segment's results, and the next segment has to be
+            # compiled for exactly these shardings, so we look them up in the executable.
             results = [None] * len(segment.outputs)
             if any(s is not None for s in sources):
                 results = list(call.output_shardings)[: len(segment.outputs)]
@@ -181,10 +180,10 @@ def compile_segments(
             call = cache.get(key, _collective_maker(program, segment, lowered[segment.index], host))
             results = _return_shardings(program, segment, shardings, host)
             moves = any(s is not None for s in results)
-            # The wire may return results in the memory into which it receives, and XLA has to copy
-            # such a result before overwriting it. So we keep track of these results. If a result is
-            # moved to another device, it isn't one of them, because that makes a copy. Only the
-            # segment's own outputs are moved; additional results stay where they are.
+            # The wire may return results that are still in its receive buffers. XLA has to copy
+            # such a result before overwriting it, so we keep track of them. Results that move to
+            # another device don't count, because moving makes a copy anyway. Only the segment's own
+            # outputs are moved; additional results stay where they are.
             stays = [to is None or host in to.device_set for to in results]
             places = [n for n in lowered[segment.index].lent if n >= len(stays) or stays[n]]
             lent_here = tuple(segment.outputs[n] for n in places if n < len(stays))
@@ -208,14 +207,14 @@ def compile_segments(
 
 
 def collectives_to_await(program: Program) -> tuple[tuple[tuple[int, ...], ...], bool]:
-    """Returns the collective segments that each segment waits for, and whether any overlaps.
+    """Returns the collective segments that each segment waits for, and whether anything overlaps.
 
-    This is for steps that run outside of jobs, with compute segments in the order of the list. Each
-    segment waits for the collective segments that it depends on, and a segment after the commit
-    waits for all of them. If an earlier compute segment has already waited for some of them,
-    they're left out.
+    This is used for steps that run outside of jobs, where compute segments run in list order. A
+    segment waits for the collective segments it depends on, or for all of them if it comes after
+    the commit. Collective segments that an earlier compute segment has already waited for are left
+    out.
 
-    The second result says whether some computation can overlap with an exchange that involves other
+    The second result is whether any computation can overlap with an exchange that involves other
     ranks.
     """
     collectives = [s.index for s in program.collectives]
@@ -233,7 +232,7 @@ def collectives_to_await(program: Program) -> tuple[tuple[tuple[int, ...], ...],
 
 
 def bind_axis_index(jaxpr: compat.Jaxpr, coords: Mapping[str, int]) -> compat.Jaxpr:
-    """Replaces `axis_index` by this rank's coordinates in an open jaxpr and its inner jaxprs."""
+    """Replaces `axis_index` with this rank's coordinates in an open jaxpr and its inner jaxprs."""
     env: dict[Any, Any] = {}
     eqns = []
     for eqn in jaxpr.eqns:
@@ -270,9 +269,9 @@ def _compute_maker(
         function = jaxpr_as_fun(compat.close(bind_axis_index(segment.jaxpr.jaxpr, coords)))
 
         def compute(*args: Any) -> list[Any]:
-            # Add a small result that's never donated, so that the driver can find out when the
-            # segment has ended. It can't use the other results for this, because all of them may
-            # already have been donated to later segments.
+            # Add a small result that's never donated, which tells the driver when the segment has
+            # finished. The other results are no use for this: by then, they may all have been
+            # donated to later segments.
             return [*function(*args), jnp.zeros((), jnp.uint32)]
 
         compute.__name__ = f"{program.name}_{segment.index}"
@@ -281,8 +280,8 @@ def _compute_maker(
             return (
                 jax.jit(compute, donate_argnums=donate, keep_unused=True).lower(*structs).compile()
             )
-        # If nothing but exchanges reads a result, the accelerator writes the result straight into
-        # pinned memory on the host. It can do so while it's still computing the other results.
+        # If only exchanges read a result, have the accelerator write it straight into pinned host
+        # memory, which it can do while it's still computing the other results.
         jitted = jax.jit(
             compute, donate_argnums=donate, keep_unused=True, out_shardings=[*pinned, None]
         )
@@ -301,13 +300,13 @@ def _collective_maker(
     program: Program, segment: Segment, lowered: Lowered, host: Any
 ) -> Callable[[], Any]:
     def make() -> object:
-        # On a single rank, most exchanges only return their operand. We don't compile anything for
-        # these, because even an empty executable would cost a dispatch and copies.
+        # On a single rank, most exchanges just return their operand. Don't compile anything for
+        # these: even an empty executable would cost us a dispatch and some copies.
         if program.is_single_rank(segment):
             order = _forwarded(program, segment, lowered)
             if order is not None:
                 return _Forward(order)
-        # Committed to the host's CPU device, so that the segment never occupies the accelerator.
+        # Commit to the host's CPU device, so that the segment never occupies the accelerator.
         anywhere = host.client.platform == jax.default_backend() and host == jax.local_devices()[0]
         place = None if anywhere else SingleDeviceSharding(host)
         structs = _structs(segment, [place] * len(segment.inputs))
@@ -320,7 +319,7 @@ def _collective_maker(
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Forward:
-    """Returns some of its arguments, in place of an executable that would only copy them."""
+    """Returns some of its arguments, standing in for an executable that would only copy them."""
 
     order: tuple[int, ...]
 
@@ -332,14 +331,12 @@ class _Forward:
 
 
 def _forwarded(program: Program, segment: Segment, lowered: Lowered) -> tuple[int, ...] | None:
-    """Returns the argument that can be used as each result, or None if that's impossible.
+    """Returns which argument can serve as each result, or None if that's impossible.
 
-    On a single rank, a sum over ranks is just its operand, so a segment that contains nothing else
-    can return its own arguments.
-
-    The result is None if the segment also computes something, or if the user or another segment
-    still reads the arguments: when a later segment overwrites the results, the arguments would be
-    gone as well.
+    On a single rank, a sum over ranks is just its operand, so a segment that does nothing else can
+    simply return its arguments. This doesn't work if the segment does any computing, or if the user
+    or another segment still needs the arguments: overwriting the results later on would destroy the
+    arguments as well.
     """
     if not (isinstance(lowered, Traceable) and _owned(program, segment)):
         return None
@@ -353,7 +350,7 @@ def _forwarded(program: Program, segment: Segment, lowered: Lowered) -> tuple[in
 
 
 def _owned(program: Program, segment: Segment) -> bool:
-    """Whether neither another segment nor the user reads this segment's inputs from now on."""
+    """Whether neither the user nor any other segment reads this segment's inputs after it."""
     return frozenset(segment.inputs) <= frozenset(segment.last_uses).difference(program.inputs)
 
 
@@ -373,19 +370,18 @@ def _aliasable(
 ) -> tuple[int, ...]:
     """Returns the positions of the inputs to donate.
 
-    XLA warns about a donated buffer that it can't use, so we only donate an input if an output has
-    the same shape and type. JAX assigns the buffer to the first such output, even if that output is
-    in pinned memory, where it can't reuse the buffer. So if any output with this shape and type is
-    in pinned memory, we don't donate the input.
+    XLA warns about donated buffers that it can't use, so we only donate an input if there's an
+    output of the same shape and type. JAX hands the buffer to the first such output, even if that
+    output goes to pinned memory and can't reuse it. So if any matching output is in pinned memory,
+    we don't donate the input at all.
     """
     kinds = [(program.values[v].shape, program.values[v].dtype) for v in segment.outputs]
     elsewhere = {kind for kind, to in zip(kinds, pinned, strict=True) if to is not None}
     free = Counter(kind for kind in kinds if kind not in elsewhere)
     taken = []
     own = frozenset(program.inputs)
-    # An output can reuse the buffer of only one donated input. If there are several candidates,
-    # prefer arrays that the user has donated: the user did that on purpose, and JAX reports it if
-    # such an array is used later.
+    # Each output can reuse the buffer of only one donated input. If there are several candidates,
+    # prefer arrays that the user has donated on purpose; JAX then reports any later use of them.
     for position, v in sorted(enumerate(segment.inputs), key=lambda item: item[1] not in own):
         kind = (program.values[v].shape, program.values[v].dtype)
         if v in allowed and free[kind]:
@@ -395,7 +391,7 @@ def _aliasable(
 
 
 def _sharding(value: object) -> Sharding | None:
-    """Returns the sharding that an argument is committed to, or None if JAX may place it."""
+    """Returns the sharding that an argument is committed to, or None if JAX is free to place it."""
     if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return None  # a traced type has an abstract mesh, if any
     if isinstance(value, jax.Array) and not getattr(value, "committed", False):
@@ -404,9 +400,9 @@ def _sharding(value: object) -> Sharding | None:
 
 
 def _only_exchanged(program: Program) -> frozenset[int]:
-    """Returns the results of compute segments that only collective segments read.
+    """Returns the results of compute segments that are only read by collective segments.
 
-    Results that can't be in pinned memory are left out.
+    Leaves out results that can't be put in pinned memory.
     """
     collectives = {s.index for s in program.collectives}
     readers = program.order.readers
@@ -423,9 +419,9 @@ def _only_exchanged(program: Program) -> frozenset[int]:
 def _pinned_results(
     segment: Segment, sources: Sequence[Sharding | None], exchanged: frozenset[int], host: Any
 ) -> tuple[Sharding | None, ...]:
-    """Returns, for each result of a compute segment, the pinned memory that it's written into.
+    """Returns the pinned memory that each result of a compute segment is written to.
 
-    A result that anything other than an exchange reads gets None.
+    This is None for a result that's read by anything other than an exchange.
     """
     if segment.kind != "compute" or exchanged.isdisjoint(segment.outputs):
         return (None,) * len(segment.outputs)
@@ -453,11 +449,11 @@ def _return_shardings(
 ) -> list[Any]:
     """Returns the sharding of each result of a collective segment.
 
-    Exchanges run on the host's single CPU device, and afterwards each result goes to where the
-    operand with the same shape came from, because the next segment is compiled for that. If no
-    operand has the result's shape, the result is replicated over the operands' mesh. If they have
-    no mesh, it gets the first operand's sharding. If no operand has a sharding, all results go to
-    the accelerator, if there is one.
+    Exchanges run on the host's single CPU device. Afterwards, each result is sent to where the
+    operand of the same shape came from, which is where the next segment expects it. A result whose
+    shape matches no operand is replicated over the operands' mesh or, if they don't have a mesh,
+    gets the first operand's sharding. If no operand has a sharding at all, results go to the
+    accelerator, if there is one.
     """
     sources = [(program.values[v], sharding[v]) for v in segment.inputs]
     placed = [s for _, s in sources if s is not None]
@@ -468,7 +464,6 @@ def _return_shardings(
         )
     meshes = [s.mesh for s in placed if isinstance(s, NamedSharding)]
     fallback = NamedSharding(meshes[0], PartitionSpec()) if meshes else placed[0]
-    # If several operands have the same shape, the first one counts. So we go backwards, and it
-    # overwrites the later ones.
+    # Go backwards, so that the first of several operands with the same shape wins.
     by_shape = {aval.shape: s for aval, s in reversed(sources) if s is not None}
     return [by_shape.get(program.values[v].shape, fallback) for v in segment.outputs]

@@ -1,9 +1,9 @@
 """Handles conditionals that contain exchanges.
 
-There are two ways to handle a conditional with exchanges. If its predicate follows from step inputs
-that the host has, such as counters, the host evaluates the predicate before the step, and only the
-chosen branch becomes part of the program (`predicate_of`). Otherwise, the conditional is split into
-several, so that its exchanges are outside of it (`split`).
+If a conditional's predicate can be computed from step inputs that are available on the host, such
+as counters, the host evaluates it before the step, and only the chosen branch makes it into the
+program (`predicate_of`). Otherwise, we split the conditional into several, with the exchanges in
+between (`split`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from jaxcross.program.emitter import Emitter
 from jaxcross.program.jaxpr_utils import drop_unread, ends_on_zeros
 
 Choose = Callable[["Predicate"], int | None]
-"""Chooses the branch of a `cond` from its predicate; returns None if the host can't know."""
+"""Picks the branch of a `cond` given its predicate, or returns None if the host can't tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicate:
-    """The index of a `cond` as a function of scalar step inputs alone.
+    """A `cond`'s branch index as a function of nothing but scalar step inputs.
 
     Attributes:
-        inputs: Positions of the step's inputs that the predicate reads.
-        jaxpr: Closed; maps these inputs to the branch index.
+        inputs: Positions of the step inputs that the predicate reads.
+        jaxpr: Closed jaxpr that maps these inputs to the branch index.
         branches: The number of branches.
     """
 
@@ -43,13 +43,13 @@ class Predicate:
 def predicate_of(flat: Emitter, index: compat.Atom, branches: int) -> Predicate | None:
     """Returns the backward slice of `index` as a predicate, or None if the host can't compute it.
 
-    The host can compute the branch index if it depends only on scalar integers and booleans, and if
-    all of these come from the step's inputs. The computation mustn't involve an exchange, the
-    rank's index along an axis, or a callback.
+    The host can compute the branch index as long as everything that goes into it is a scalar
+    integer or boolean derived from the step's inputs. Exchanges, callbacks, and the rank's index
+    along an axis are off limits.
     """
     makers = flat.makers()
     positions = flat.positions
-    # Go back from the index to the step's inputs, and give up at anything that the host can't
+    # Trace the index back to the step's inputs, and bail out on anything that the host can't
     # compute.
     needed: set[int] = set()
     leaves: set[Any] = set()
@@ -100,16 +100,16 @@ def split(
     """Splits a conditional around its exchanges (cut rule 5).
 
     `cond(p, pre; X; post | other)` becomes `cond(p, pre | zeros)`, then X, then `cond(p, post |
-    other)`. Here, X is the set of all exchanges in one branch that don't depend on another exchange
-    of this branch, `pre` is the work before them, and `post` is the rest of the branch. The split
-    is repeated until no branch contains an exchange.
+    other)`, where X stands for all exchanges in a branch that don't depend on another exchange in
+    it, `pre` for the work that leads up to them, and `post` for the rest of the branch. This is
+    repeated until no branch contains any more exchanges.
 
-    Since these exchanges are now outside of the conditional, every rank makes them on every step.
-    If its branch isn't taken, a rank sends zeros, so that no other rank waits for it forever. Only
+    Since the exchanges are then outside of the conditional, every rank makes them on every step. A
+    rank that doesn't take the branch sends zeros, so that nobody gets stuck waiting for it. Only
     the branch that's taken contributes to the result.
 
-    Alongside the exchanges, the ranks count how many of them take the branch, because the step has
-    to fail if they decide differently.
+    Along with the exchanges, we count how many ranks take the branch, because the step has to fail
+    if they disagree.
 
     Args:
         flat: Receives the new equations.
@@ -122,10 +122,10 @@ def split(
     atoms = (a for _, eqns, outs in branches for a in (*(a for e in eqns for a in e.invars), *outs))
     read = {a for a in atoms if not isinstance(a, compat.Literal)}
     consts = [v for v in flat.consts if v in read]
-    # Constants become operands of the conditional, so that its branches are closed.
+    # Turn constants into operands of the conditional, so that its branches are closed.
     shared = [*operands, *consts]
     work = [([*invars, *consts], eqns, outs) for invars, eqns, outs in branches]
-    # Each round takes one branch and moves its first exchanges in front of the conditional.
+    # Each iteration picks a branch and moves its first exchanges in front of the conditional.
     while True:
         which = next(
             (i for i, (_, eqns, _) in enumerate(work) if any(map(flat.exchanges, eqns))), None
@@ -139,9 +139,9 @@ def split(
         sent = [a for e in exchanges for a in e.invars if not isinstance(a, compat.Literal)]
         later = {a for e in post for a in e.invars if not isinstance(a, compat.Literal)}
         later |= {a for a in outs if not isinstance(a, compat.Literal)}
-        # We make one conditional before the exchanges, and another one after them. The first one
-        # returns the operands of the exchanges, and also the values that the rest of the branch
-        # will read.
+        # There'll be one conditional before the exchanges and another after them. The first returns
+        # the operands of the exchanges, along with any values that the rest of the branch will
+        # read.
         residuals = [v for v in dict.fromkeys(v for e in pre for v in e.outvars) if v in later]
         returned = [*sent, *residuals]
         first = [
@@ -151,8 +151,8 @@ def split(
             for i, (ivs, _, _) in enumerate(work)
         ]
         values = _emit(flat, eqn, index, shared, first)
-        # The exchanges get new result variables, because the old variables become inputs of the
-        # rest of the branch.
+        # Give the exchanges new result variables; the old variables become inputs to the rest of
+        # the branch.
         packed = iter(values)
         made = [v for e in exchanges for v in e.outvars]
         received = [compat.new_var(v.aval) for v in made]
@@ -160,7 +160,7 @@ def split(
         names = dict(zip(made, received, strict=True))
         for exchange in exchanges:
             new = [names[v] for v in exchange.outvars]
-            # Connect each result with the variables that count the ranks per branch, so that these
+            # Link each result to the variables that count the ranks per branch, so that the counts
             # are computed whenever the result is read.
             for group in decision.groups_of(flat, exchange):
                 for v in new:
@@ -168,9 +168,9 @@ def split(
             args = [a if isinstance(a, compat.Literal) else next(packed) for a in exchange.invars]
             flat.eqns.append(exchange.replace(invars=args, outvars=new))
         flat.present.update(a for a, v in zip(values, sent, strict=False) if v in flat.present)
-        # The second conditional, which runs after the exchanges, reads their results and what the
-        # first conditional has returned. Only one branch needs these values, but all branches of a
-        # conditional must take the same operands. So every branch gets them.
+        # The second conditional reads the results of the exchanges and whatever the first
+        # conditional returned. Only one branch needs these values, but all branches of a
+        # conditional take the same operands, so we have to pass them to every branch.
         extra = [*values[len(sent) :], *received]
         local = [*residuals, *made]
         shared = [*shared, *extra]
@@ -185,17 +185,17 @@ def split(
 def _partition(
     flat: Emitter, eqns: Sequence[compat.Equation]
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Splits a branch into equations before its first exchanges, these exchanges, and the rest.
+    """Splits a branch into what precedes its first exchanges, these exchanges, and the rest.
 
-    The first exchanges are those that don't depend on another exchange of the branch. Whatever they
-    depend on has to be computed before them. The same goes for all equations that the user wrote
-    above the first exchange.
+    The first exchanges are those that don't depend on any other exchange in the branch. Whatever
+    they depend on comes before them, and so do any equations that the user wrote above the first
+    exchange.
     """
     first = next(i for i, e in enumerate(eqns) if flat.exchanges(e))
-    behind: set[Any] = set()  # results of an exchange, or of an equation that follows one
+    behind: set[Any] = set()  # results of exchanges and of equations that come after them
     exchanges: dict[int, Any] = {}
-    # Callbacks must keep their order. So if one callback has to run after the exchanges, all
-    # callbacks that come after it in the branch have to run after the exchanges as well.
+    # Callbacks must stay in order: once a callback has to wait for the exchanges, so do all
+    # callbacks after it.
     acted = False
     for i, eqn in enumerate(eqns[first:], first):
         exchange = flat.exchanges(eqn)
@@ -222,11 +222,11 @@ def _partition(
 
 
 def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
-    """Raises if an exchange can't be made on a rank that doesn't take its branch.
+    """Raises if an exchange can't be made by ranks that don't take its branch.
 
-    If a rank doesn't take the branch, it makes the exchange on zeros, so that the other ranks don't
-    wait for it forever. That may be impossible if the exchange is inside a loop: on zeros, the loop
-    might never end, or it might call back into Python although the branch isn't taken.
+    A rank that doesn't take the branch exchanges zeros, so that the other ranks don't wait for it
+    forever. Inside a loop, that may be impossible: on zeros, the loop might never end, or it might
+    call back into Python even though the branch isn't taken.
     """
     if not ends_on_zeros(exchange, flat.present):
         raise CutError(
@@ -236,9 +236,9 @@ def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
             "counters alone. "
             "See docs/reference/limits.md#conditionals."
         )
-    # A `while` loop may contain a callback, because the check above has ensured that the ranks vote
-    # before each iteration. If a rank doesn't take the branch, all operands are zeros there. The
-    # vote then ends the loop before the first iteration, so nothing is called.
+    # Callbacks inside a `while` loop are fine, because the check above has made sure that ranks
+    # vote before each iteration. On a rank that doesn't take the branch, all operands are zeros, so
+    # the vote ends the loop before the first iteration and nothing gets called.
     if exchange.primitive.name != "while" and _acts(flat, exchange):
         raise CutError(
             "an exchange and a callback inside one loop inside `cond` cannot be cut at "

@@ -1,34 +1,33 @@
 """Cuts a flat jaxpr into a program: decides which equation runs in which segment.
 
-A program alternates between compute segments and collective segments, which make the exchanges:
-compute 0, collective 0, compute 1, collective 1, and so on, up to a last compute segment, the tail.
-The *position* of an equation is the index, in this sequence, of the segment in which it runs. So
-computation is at even positions, and exchanges are at odd ones.
+A program alternates between compute segments and collective segments, which contain the exchanges:
+compute 0, collective 0, compute 1, collective 1, and so on, ending with one last compute segment,
+the tail. An equation's *position* is the index of its segment in this sequence, so computation
+happens at even positions and exchanges at odd positions.
 
-**Problem.** XLA runs a compute segment as a whole. With a single cut, no gradient can be sent
-before the whole backward pass has run. With more cuts, the first gradients travel while the last
-ones are still being computed, but XLA can't fuse operations across a cut, and values that later
-segments read have to stay in memory. So the number of cuts is up to the user (`cut=`), and this
-module decides which equation goes where.
+**Problem.** A compute segment runs as a single XLA executable, so with just one cut, no gradient
+can be sent until the entire backward pass has finished. With more cuts, the first gradients are in
+flight while the last are still being computed. But XLA can't fuse operations across a cut, and
+anything that later segments read has to stay in memory. How many cuts to make is therefore up to
+the user (`cut=`), and this module decides which equation goes where.
 
-**Order of decisions.** We place the exchanges first. Exchanges of one level, i.e. with the same
-number of exchanges before them, form a group. We join adjacent groups if the work between them is
-cheapest on the host, and split a group into several if `cut` asks for more segments.
+**Order of decisions.** Exchanges are placed first. All exchanges of the same level, i.e. with the
+same number of exchanges before them, form a group. Adjacent groups are merged if the work between
+them is cheapest on the host, and a group is split up if `cut` asks for more segments.
 
-Then we place everything that an exchange needs, as early as that exchange needs it. The remaining
-equations, such as metrics and the optimizer, come last, and are placed where they keep the fewest
-bytes alive.
+Next comes everything that the exchanges need, placed as early as they need it. Whatever is left,
+such as metrics and the optimizer, goes where it keeps the fewest bytes alive.
 
 **All ranks must agree.** Every rank has to put the same exchanges into the same segments, even if
-other shapes differ between ranks, e.g. because the last batch is short on one of them. So whatever
-we decide about exchanges may depend only on the order of the equations, on the exchanges, and on
-shapes that follow from the exchanges.
+other shapes differ, say because one rank's last batch is short. So decisions about exchanges may
+only depend on the order of the equations, on the exchanges themselves, and on shapes that follow
+from them.
 
-**Alternatives.** A gradient's place in the jaxpr would be a simpler measure of when it's ready, but
-a misleading one (`_by_readiness`). Similarly, if all freed memory counted when we place the last
-equations, an optimizer's own sums would pull its next state in front of the commit (`_positions`).
-docs/explanation/cutting.md explains the cut rules by the numbers that are used here, and lists the
-ideas that we rejected.
+**Alternatives.** A gradient's place in the jaxpr would be a simpler way to tell when it's ready,
+but it's misleading (`_by_readiness`). We could also count all freed memory when placing the last
+equations, but then an optimizer's own sums would pull its next state in front of the commit
+(`_positions`). For the cut rules, which are referred to here by number, and for other ideas that we
+rejected, see docs/explanation/cutting.md.
 """
 
 from __future__ import annotations
@@ -65,27 +64,26 @@ if TYPE_CHECKING:
     from jaxcross.program.trace import Traced
 
 Cut = Literal["whole", "auto"] | int
-# Below this size, copying an operand into a shared buffer costs less than the latency of a separate
+# Below this size, copying an operand into a shared buffer is cheaper than the latency of a separate
 # message.
 BUCKET_BYTES = 1 << 20
-# Bytes of gradients per segment under cut="auto". This gives four segments for ResNet-50.
+# Bytes of gradients per segment under cut="auto", which makes four segments for ResNet-50.
 AUTO_BYTES = 25_000_000
 
 
 def cut(traced: Traced, cut: Cut = "whole", *, bucket_bytes: int = BUCKET_BYTES) -> Program:
     """Cuts a traced step into a verified program.
 
-    Doesn't wait or communicate. The exchanges are cut in the same way on every rank.
+    Doesn't wait or communicate. Exchanges are cut identically on every rank.
 
     Args:
-        traced: A step without a `cond` that the host still has to decide (`Traced.undecided` is
-            None).
-        cut: `"whole"` makes all exchanges together, between the computation that they need and the
-            rest. A number splits the exchanges that don't depend on one another into that many
+        traced: A step with no `cond` left for the host to decide (`Traced.undecided` is None).
+        cut: `"whole"` makes all exchanges together, after the computation they need and before the
+            rest. A number spreads the exchanges that don't depend on one another over that many
             collective segments, in the order in which their operands become ready. `"auto"` makes
-            one collective segment per 25 MB of gradients, but at most 8. Ignored if the step calls
-            mpi4jax, because all of its exchanges then form one segment.
-        bucket_bytes: Exchanges smaller than this share flat buffers of up to this size.
+            one collective segment per 25 MB of gradients, up to a maximum of 8. Ignored if the step
+            calls mpi4jax, in which case all of its exchanges end up in a single segment.
+        bucket_bytes: Exchanges smaller than this are packed into flat buffers of up to this size.
 
     Raises:
         CutError: The host must decide a `cond` first.
@@ -105,16 +103,16 @@ def cut(traced: Traced, cut: Cut = "whole", *, bucket_bytes: int = BUCKET_BYTES)
 
 
 def place_equations(graph: Graph, cut: Cut, *, accelerator: bool) -> Placement:
-    """Chooses the position of every equation. The exchanges' positions are the same on all ranks.
+    """Chooses each equation's position. Exchanges get the same position on all ranks.
 
     Args:
-        graph: A step. Each `cond` that the host can decide has been decided already.
+        graph: A step in which the host has already decided every `cond` that it can.
         cut: See `cut`.
         accelerator: Whether compute segments run on a device other than the host.
     """
-    # Calls of mpi4jax may differ between ranks, e.g. one rank sends what another one receives. If
-    # the calls were in several segments, the ranks would have no common order in which to run these
-    # segments. So all calls stay together in a single segment, the unit.
+    # Ranks may make different mpi4jax calls, e.g. one rank sends and another receives. If these
+    # calls were spread over several segments, there'd be no common order in which all ranks could
+    # run the segments. So we keep all calls together in a single segment, the unit.
     unit = calls_mpi4jax(graph)
     n_segments = 1 if unit else _n_segments(cut, graph)
     host_work = HostWork(graph) if accelerator and not unit else None
@@ -128,20 +126,20 @@ def place_equations(graph: Graph, cut: Cut, *, accelerator: bool) -> Placement:
             for group in groups
         ]
     position = _positions(graph, groups)
-    # On a CPU, all segments run on the same cores, so there's no advantage in computing outside of
-    # the unit.
+    # On a CPU, all segments share the same cores, so there's nothing to be gained by computing
+    # outside of the unit.
     if unit and not accelerator:
         groups[0] = with_host_ops(graph, groups[0], position)
         position.update(dict.fromkeys(groups[0].between, 1))
-    # If there's only one collective segment, we only recompute operations whose result is bitwise
-    # identical wherever they're compiled. This excludes arithmetic: XLA may contract an arithmetic
-    # operation with the one that reads its result, which rounds differently.
+    # With a single collective segment, only recompute operations whose results are bitwise
+    # identical no matter where they're compiled. That rules out arithmetic, which XLA may contract
+    # with whatever reads the result, changing the rounding.
     recomputed = recompute(graph, position, exact=n_segments == 1)
     return Placement(groups=groups, position=position, recomputed=recomputed)
 
 
 def checked_cut(value: Any) -> Cut:
-    """Returns `value` as a cut, whole numbers as `int`; raises `ValueError` if it isn't a cut."""
+    """Returns `value` as a cut (numbers as `int`); raises `ValueError` if it isn't a cut."""
     if isinstance(value, str) and value in ("whole", "auto"):
         return value
     if not is_whole(value) or value < 1:
@@ -173,12 +171,12 @@ def _n_segments(cut: Cut, graph: Graph) -> int:
 def _levels(graph: Graph) -> list[Group]:
     """Groups exchanges that don't depend on one another, in an order in which they can be made.
 
-    The level of an exchange says how many other exchanges have to be made before it, one after
-    another. The exchanges of one level form a group. Only a loop forms a group by itself, because
-    we can't separate the exchanges inside it from its computation.
+    An exchange's level is the number of other exchanges that have to be made before it, one after
+    another. Exchanges of the same level form a group, except that each loop gets its own group
+    because we can't separate the exchanges inside it from its computation.
 
-    Carried exchanges, which need only the step's inputs, come first. They can start right away,
-    whereas other exchanges of the same level may have to wait for the whole backward pass.
+    Carried exchanges, which need nothing but the step's inputs, come first: they can start right
+    away, whereas other exchanges of their level may have to wait for the whole backward pass.
     """
     carried = carried_exchanges(graph)
     by_level: dict[int, list[int]] = {}
@@ -197,9 +195,9 @@ def _levels(graph: Graph) -> list[Group]:
 def _merge_over_host_ops(
     graph: Graph, groups: list[Group], host_work: HostWork | None
 ) -> list[Group]:
-    """Joins adjacent groups if the work between them is cheapest on the host (cut rule 4).
+    """Merges adjacent groups if the work between them is cheapest on the host (cut rule 4).
 
-    Otherwise, this work becomes a compute segment between two collective segments.
+    Otherwise, this work gets its own compute segment between the two collective segments.
     """
     merged: list[_Merged] = []
     for group in groups:
@@ -209,9 +207,9 @@ def _merge_over_host_ops(
 
 
 class _Merged:
-    """Adjacent groups of exchanges that become one group.
+    """Adjacent groups of exchanges that are being merged.
 
-    Adding a group only extends the fields, so that joining many groups takes linear time.
+    Adding a group only extends the existing fields, so merging many groups takes linear time.
     """
 
     __slots__ = (
@@ -238,9 +236,9 @@ class _Merged:
         self.moved = _exchanged_bytes(graph, group)
 
     def adds(self, graph: Graph, group: Group, host_work: HostWork | None) -> bool:
-        """Tries to add the next group; returns whether it was added.
+        """Tries to add the next group, and returns whether that worked.
 
-        It's added if the work between it and the groups so far is cheapest on the host.
+        This succeeds if the work between it and the groups so far is cheapest on the host.
         """
         if self.loop or any(i in graph.opaque for i in group.exchanges):
             return False
@@ -249,9 +247,8 @@ class _Merged:
         between = graph.ancestors(group.exchanges, self.inside, above=self.least)
         if any(i in graph.wires for i in between):
             return False
-        # We update these fields before we know whether the group will be added. That does no harm:
-        # if it isn't added, the group starts a new object of this class, and nothing is added to
-        # this one any more.
+        # It's fine to update these fields before we know whether the group can be added: if it
+        # can't, it starts a new `_Merged`, and nothing more will be added to this object.
         self.known |= exchanged_arrays(graph, group.exchanges)
         self.moved += _exchanged_bytes(graph, group)
         cheap = _is_cheap(graph, between, self.known, self.moved)
@@ -267,7 +264,7 @@ class _Merged:
         return True
 
     def group(self) -> Group:
-        """Returns the joined groups as one group."""
+        """Returns the merged groups as a single group."""
         return Group(
             tuple(self.levels),
             frozenset(self.between),
@@ -276,12 +273,12 @@ class _Merged:
         )
 
     def _stays_carried(self, graph: Graph, group: Group) -> bool:
-        """Whether the next group needs only these exchanges and the step's inputs.
+        """Whether the next group needs nothing but these exchanges and the step's inputs.
 
-        Carried exchanges don't wait for any computation of the step, and that must remain true if
-        another group joins them. The next group may need some operations on the step's inputs as
-        well. If the host may run these operations, they're added to `before`, i.e. to what the host
-        computes ahead of the exchanges.
+        Carried exchanges don't wait for any of the step's computation, and that has to remain true
+        when another group joins them. If the next group needs some operations on the step's inputs
+        that the host is allowed to run, these are added to `before`, i.e. to what the host computes
+        ahead of the exchanges.
         """
         needed = {
             i for i in graph.ancestors(group.exchanges, self.inside) if graph.level[i] == 0
@@ -294,11 +291,11 @@ class _Merged:
 
 
 def _is_cheap(graph: Graph, between: Collection[int], known: set[Any], moved: int) -> bool:
-    """Whether equations only pass over memory and make few bytes per exchanged byte.
+    """Whether equations are simple passes over memory that write few bytes per exchanged byte.
 
-    All ranks must decide the same, so the decision is based on shapes that follow from the
-    exchanged arrays, which have the same shapes everywhere. The `known` set contains the arrays for
-    which this has been shown, and this function adds all others that it finds.
+    All ranks must come to the same decision, so we only look at shapes that follow from those of
+    the exchanged arrays, which are identical everywhere. Arrays for which this has been established
+    are in `known`, and any others that we find are added to it.
     """
     if any(graph.eqns[i].primitive.name not in HOST_OPS for i in between):
         return False
@@ -311,18 +308,19 @@ def _exchanged_bytes(graph: Graph, group: Group) -> int:
 
 
 def _split(graph: Graph, group: Group, n_segments: int, depth: Sequence[int]) -> list[Group]:
-    """Splits a group by readiness into parts of about equal exchanged bytes (cut rule 2).
+    """Splits a group by readiness into parts that exchange about equally many bytes (cut rule 2).
 
-    The whole step is split into about `n_segments` parts, of which this group gets its share. An
-    exchange that depends on other exchanges goes into the same part as the last of these. Within a
-    part, the exchanges are in the order in which the step makes them, because that order is the
-    same on all ranks, even if their shapes differ.
+    The whole step is split into about `n_segments` parts, and this group gets its share of them. An
+    exchange that depends on other exchanges goes into the same part as the last of them. Within a
+    part, exchanges stay in the order in which the step makes them, which is the same on all ranks
+    even if their shapes differ.
     """
     first = group.levels[0]
     if len(first) == 1 or group.carried:
         return [group]
     weight = {i: sum(x.nbytes for x in graph.wires[i]) for i in first}
-    # The group's number of parts is proportional to its share of the step's exchanged bytes.
+    # The number of parts is proportional to this group's share of the bytes that the step
+    # exchanges.
     everything = sum(x.nbytes for found in graph.wires.values() for x in found)
     share = sum(x.nbytes for i in group.exchanges for x in graph.wires[i]) / max(everything, 1)
     count = max(1, min(len(weight), round(n_segments * share)))
@@ -330,14 +328,14 @@ def _split(graph: Graph, group: Group, n_segments: int, depth: Sequence[int]) ->
     done = 0
     part_of: dict[int, int] = {}
     for i in _by_readiness(graph, first, depth):
-        # To get parts of about the same size, imagine all exchanged bytes in a row, sorted by
-        # readiness, and divide this row into equal parts. An exchange goes into the part that
-        # contains its middle byte, so no part is much larger than the others.
+        # Imagine lining up all exchanged bytes by readiness and chopping the line into equal parts.
+        # Each exchange goes into the part that contains its middle byte, which keeps any part from
+        # getting much larger than the others.
         part_of[i] = min(int((done + weight[i] / 2) * count / max(total, 1)), count - 1)
         done += weight[i]
     # So far, only the exchanges of the first level have been assigned to a part. Each of the
-    # others, and any work between exchanges, goes into the last part from which it reads a result.
-    # If calls must stay in order, none of them goes into an earlier part than the call before it.
+    # others, and any work between exchanges, goes into the last part that it reads a result from.
+    # Calls that must stay in order can't go into an earlier part than the call before them.
     earliest = latest = min(part_of.values())
     for i in sorted((*group.exchanges, *group.between)):
         if i not in part_of:
@@ -359,9 +357,9 @@ def _split(graph: Graph, group: Group, n_segments: int, depth: Sequence[int]) ->
 
 
 def _depths(graph: Graph) -> list[int]:
-    """Returns the length of the longest chain of costly equations that ends at each equation.
+    """Returns the length of the longest chain of costly equations leading up to each equation.
 
-    Operations that are cheap enough for the host don't count.
+    Doesn't count operations that are cheap enough for the host.
     """
     depth: list[int] = []
     for i, eqn in enumerate(graph.eqns):
@@ -371,12 +369,11 @@ def _depths(graph: Graph) -> list[int]:
 
 
 def _by_readiness(graph: Graph, exchanges: Sequence[int], depth: Sequence[int]) -> list[int]:
-    """Sorts exchanges in the order in which their operands become ready.
+    """Sorts exchanges by when their operands become ready.
 
-    We estimate when an operand becomes ready by the longest chain of costly equations that leads to
-    it (`depth`). The order in which the step is written would be misleading. For example, if the
-    step casts all gradients after the backward pass, they would all seem to become ready at the
-    end.
+    As an estimate, we use the longest chain of costly equations leading up to the operand
+    (`depth`). Going by the order in which the step is written would be misleading: if it casts all
+    gradients after the backward pass, for example, they'd all seem to become ready at the very end.
     """
     when: dict[int, int] = {}
     latest = 0
@@ -390,13 +387,12 @@ def _by_readiness(graph: Graph, exchanges: Sequence[int], depth: Sequence[int]) 
 def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
     """Returns the position of every equation.
 
-    Compute segments are at even positions, and collective segments at odd ones. An exchange gets
-    the position of its group's collective segment. Everything that it needs goes into the compute
-    segment before the first group that needs it, so that each exchange can start as early as
-    possible.
+    Exchanges go into the collective segment of their group, at an odd position. Everything they
+    need goes into the compute segment right before the first group that needs it, at an even
+    position. That way, each exchange can start as early as possible.
 
-    If there are carried exchanges, the work that overlaps with them may be placed even earlier,
-    together with everything it needs.
+    If there are carried exchanges, the work that's meant to overlap with them may be placed even
+    earlier, along with everything it needs.
     """
     position: dict[int, int] = {}
     for g, group in enumerate(groups):
@@ -405,24 +401,24 @@ def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
         position.update(dict.fromkeys(needed, 2 * g))
         position.update(dict.fromkeys(inside, 2 * g + 1))
     if any(group.carried for group in groups):
-        # The costly work is supposed to overlap with the carried exchanges. If we placed it after
-        # the last exchange, it would have to wait for that exchange, because the step's state may
-        # be overwritten there. So we place it before the last group whose exchanges don't depend on
-        # another exchange, or earlier.
+        # The costly work should overlap with the carried exchanges. If we placed it after the last
+        # exchange, where the step's state may be overwritten, it would have to wait for that
+        # exchange. So we place it no later than right before the last group whose exchanges don't
+        # depend on any other exchange.
         #
-        # If a later exchange needs some of this work, that part is moved there as well. At the
-        # later exchange's position, it would wait for the carried exchanges.
+        # That includes work needed by a later exchange. If we left it right before that exchange,
+        # it would have to wait for the carried exchanges.
         last = max(g for g, group in enumerate(groups) if graph.level[group.exchanges[0]] == 0)
-        # Moving this work to an earlier compute segment is safe. The work doesn't depend on any
-        # exchange, so all of it is in compute segments, and everything that it needs is moved as
-        # well. So no equation ends up after an equation that reads its result.
+        # It's safe to move this work to an earlier compute segment. None of it depends on an
+        # exchange, so it's all in compute segments, and everything it needs moves along with it.
+        # That way, no equation can end up after an equation that reads its result.
         position |= {
             i: min(position.get(i, 2 * last), 2 * last) for i in sorted(work_before_commit(graph))
         }
-    # An equation may be placed early if this frees memory (`_place_rest`). With carried exchanges,
-    # we only count the memory of results whose equations already have a position. Otherwise, an
-    # optimizer's sums of its own products would seem to free memory, and would pull the optimizer's
-    # next state in front of the commit, where the old state is still alive.
+    # Equations that free memory may be placed early (`_place_rest`). With carried exchanges, we
+    # only count memory held by results whose equations already have a position. Otherwise, an
+    # optimizer that sums up its own products would seem to free memory, which would pull its next
+    # state in front of the commit, where the old state is still alive.
     holders = position.keys() if any(group.carried for group in groups) else range(len(graph.eqns))
     _place_rest(graph, position, tail=2 * len(groups), holders=frozenset(holders))
     return position
@@ -431,39 +427,37 @@ def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
 def _place_rest(graph: Graph, position: dict[int, int], tail: int, holders: frozenset[int]) -> None:
     """Places the equations that no exchange needs, so that they keep the fewest bytes alive.
 
-    Equations that no exchange needs, e.g. metrics and the optimizer, mustn't delay an exchange.
-    Suppose such an equation reads the result of exchange 1, and we placed it in a segment that
-    exchange 2 needs. Then exchange 2 would have to wait for exchange 1, although it doesn't depend
-    on it.
+    Metrics, the optimizer and the like mustn't hold up any exchange. For example, if an equation
+    that reads the result of exchange 1 were placed in a segment that exchange 2 needs, exchange 2
+    would have to wait for exchange 1 even though it doesn't depend on it.
 
-    The only exception is an equation whose results are read at two positions, if that leaves no
-    other choice.
+    The only exception is when an equation's results are read at two positions and there's no other
+    choice.
     """
     rest = [i for i in range(len(graph.eqns)) if i not in position]
     awaited, behind = _awaited(graph, position, tail)
     earliest: dict[int, int] = {}
     inner, _ = compat.open_jaxpr(graph.traced.jaxpr)
     late = {inner.invars[len(graph.traced.consts) + p] for p in graph.traced.commit_flag_inputs}
-    # Forward pass: find the earliest position at which each equation can run. It must come after
-    # all equations whose results it reads. In addition, this position must already wait for all the
-    # exchanges that the equation needs. Otherwise, the equation would make everything else at that
-    # position wait for them, too.
+    # Forward pass: find the earliest position at which each equation can run, i.e. after all
+    # equations whose results it reads. That position must already be waiting for all exchanges that
+    # the equation needs; otherwise, everything else there would have to wait for them, too.
     for i in rest:
         for p in graph.makers(i):
             awaited[i] |= awaited[p]
-        # The commit flag is only known after the last exchange, so whatever reads it is in the
+        # The commit flag is only known after the last exchange, so whatever reads it belongs in the
         # tail.
         if late and not late.isdisjoint(variables(graph.eqns[i].invars)):
             earliest[i] = tail
             continue
         after = [(earliest[p] if p in earliest else position[p]) for p in graph.makers(i)]
-        # The result of an exchange can be read from the next position on.
+        # The result of an exchange is available from the next position on.
         first = max((a + a % 2 for a in after), default=0)
         earliest[i] = next(at for at in range(first, tail + 1, 2) if not awaited[i] & ~behind[at])
-    # Backward pass: choose a position for each equation. We go from last to first, so everything
-    # that reads the equation's results already has a position. An equation that frees more memory
-    # than it allocates, because it's the last to read its operands, goes as early as possible. Any
-    # other equation goes as late as possible.
+    # Backward pass: choose each equation's position, going from last to first so that all readers
+    # of its results have already been placed. An equation that frees more memory than it allocates,
+    # because it's the last to read its operands, goes as early as possible; any other equation goes
+    # as late as possible.
     for i in reversed(rest):
         eqn = graph.eqns[i]
         readers = [position[r] for v in eqn.outvars for r in graph.readers.get(v, ())]
@@ -482,22 +476,22 @@ def _place_rest(graph: Graph, position: dict[int, int], tail: int, holders: froz
         common = -1  # exchanges that all its readers wait for anyway, as bits
         for at in readers:
             common &= behind[at]
-        # Equations that read the result may then have to wait for exchanges that they don't need.
-        # If so, take the last position at which that isn't the case.
+        # If this makes any reader wait for exchanges that it doesn't need, fall back to the last
+        # position that doesn't.
         if behind[position[i]] & ~common:
             choices = (at for at in range(latest, earliest[i] - 1, -2) if not behind[at] & ~common)
             position[i] = next(choices, latest)
 
 
 def _awaited(graph: Graph, position: dict[int, int], tail: int) -> tuple[list[int], list[int]]:
-    """Returns the exchanges' positions that each equation and each position waits for, as bits.
+    """Returns which exchanges (by position) each equation and each position waits for, as bits.
 
-    Both results are lists of integers. If bit n is set in one of them, the equation or position has
-    to wait for the exchanges at position n. The tail, i.e. the last segment, waits for all
-    exchanges. An equation that doesn't have a position yet gets 0, so it waits for nothing.
+    Both results are lists of integers, in which bit n stands for having to wait for the exchanges
+    at position n. The tail, i.e. the last segment, waits for all exchanges. Equations that don't
+    have a position yet get 0, as if they didn't wait for anything.
 
-    A compute position that's still empty may wait for whatever the exchanges right after it wait
-    for, because that delays nothing.
+    As long as a compute position is empty, it may wait for the same exchanges as the collective
+    position right after it, because that doesn't hold anything up.
     """
     behind = [0] * tail + [-1]
     for i in sorted(position, key=lambda i: position[i]):

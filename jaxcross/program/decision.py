@@ -1,11 +1,11 @@
 """Counts how many ranks took each branch of a conditional, or left an inner loop early.
 
-If ranks decide a conditional differently, those that don't take a branch exchange zeros in it.
-Similarly, a rank that leaves a loop early exchanges a value that isn't the loop's result. Nobody
-would notice this, because the exchange itself succeeds.
+If ranks disagree about a conditional, those that don't take a branch exchange zeros instead.
+Similarly, a rank that leaves a loop early exchanges something other than the loop's actual result.
+This would go unnoticed, because the exchange itself succeeds.
 
-So alongside the exchange, the ranks sum up how many of them decided which way. All ranks receive
-the same counts, so either all of them fail the step or none does.
+So along with the exchange, the ranks count how many of them decided which way. Since they all
+receive the same counts, either all of them fail the step or none of them do.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from jaxcross.errors import quoted
 from jaxcross.program.emitter import Emitter
 
 Group = tuple[tuple[str, ...], Any]
-"""The ranks of an exchange: its axes, and the groups along these axes if it names any."""
+"""The ranks that take part in an exchange: its axes and, if given, the groups along them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchDecision:
-    """A `cond` or `switch` with exchanges, whose branch depends on values on the device.
+    """A `cond` or `switch` with exchanges that's decided by values on the device.
 
     Attributes:
         axes: The axes that it exchanges over.
-        takers: The branches that contain exchanges. There's one count for each of them, plus a last
-            count for all other branches together.
+        takers: The branches that contain exchanges. Each has its own count, followed by a single
+            count for all other branches.
         source: The user's line.
     """
 
@@ -42,10 +42,10 @@ class BranchDecision:
     source: str
 
     def mismatch(self, counts: Sequence[float]) -> str | None:
-        """Returns an error text if ranks took different branches, None if they took the same.
+        """Returns an error text if ranks took different branches, otherwise None.
 
         Args:
-            counts: How many ranks took each branch. A failed rank isn't counted anywhere.
+            counts: How many ranks took each branch, not counting failed ranks.
         """
         ways = [*(f"branch {n}, which exchanges" for n in self.takers), "one that does not"]
         taken = [f"{n:.0f} took {way}" for n, way in zip(counts, ways, strict=False) if n > 0]
@@ -63,18 +63,18 @@ class BranchDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyExit:
-    """A loop that ranks may finish at different times, and its inner loops that feed an exchange.
+    """A loop that ranks may finish at different times, and whose inner loops feed an exchange.
 
     Attributes:
         source: The user's line.
-        inner: The lines of the inner loops that a finished rank may leave before their end.
+        inner: The lines of the inner loops that a finished rank may leave before they end.
     """
 
     source: str
     inner: tuple[str, ...]
 
     def mismatch(self, counts: Sequence[float]) -> str | None:
-        """Returns an error text if a rank left an inner loop early; `counts` holds how many did."""
+        """Returns an error text if any rank left an inner loop early, as counted by `counts`."""
         if not counts[0]:
             return None
         return (
@@ -92,8 +92,8 @@ def count(
 ) -> dict[Group, Any]:
     """Emits a sum that counts the ranks per branch, for each group of ranks that exchange.
 
-    The sum has four bytes for each branch with exchanges, and four for all others together, e.g.
-    eight bytes if one of two branches exchanges. It can share a buffer with other small sums.
+    Each sum takes four bytes per branch with exchanges, plus four for all other branches together,
+    e.g. eight bytes if one of two branches exchanges. It can share a buffer with other small sums.
     """
     found: dict[Group, list[int]] = {}
     counts: dict[Group, Any] = {}
@@ -115,10 +115,10 @@ def count(
             one_hot = lax.concatenate(
                 [lax.reshape(lax.convert_element_type(w, jnp.float32), (1,)) for w in ways], 0
             )
-            # A failed rank runs its collective segments on zeros. If the branch that it takes were
-            # computed there, from zeros, the rank would be counted as having taken a branch. The
-            # barrier prevents that: it isn't a host operation, so whatever comes before it is
-            # computed in a compute segment instead.
+            # A failed rank runs its collective segments on zeros. If its choice of branch were
+            # computed there, from these zeros, it would be counted as having taken a branch. The
+            # barrier prevents this: since it isn't a host operation, everything in front of it ends
+            # up in a compute segment.
             return lax.psum(lax.optimization_barrier(one_hot), axes, axis_index_groups=groups)
 
         var = _emit(flat, eqn, counted, index)
@@ -142,8 +142,8 @@ def count_early_exits(
     Args:
         flat: Receives the equations.
         eqn: The outer loop.
-        exited: 1 on a rank that has left one of the `inner` loops before its end, else 0.
-        counted: Results of the loop's exchanges. The sum is kept if one of them is read.
+        exited: 1 if this rank has left one of the `inner` loops early, otherwise 0.
+        counted: Results of the loop's exchanges. The sum is kept if any of them is read.
         axes: The axes that the loop exchanges over.
         inner: The lines of the inner loops.
     """

@@ -1,11 +1,10 @@
-"""Computes the key under which equal segments share an executable, and hashes of programs.
+"""Computes the keys under which equal segments share executables, and hashes of programs.
 
-Segments that compute the same should have the same key. The printed jaxpr isn't enough for that: it
-contains memory addresses, which differ even between equal jaxprs. It also leaves out constants, the
-contexts in which equations are lowered, and the functions that callbacks call.
+Segments that compute the same thing should get the same key. The printed jaxpr isn't good enough on
+its own: it includes memory addresses, which differ between otherwise equal jaxprs, and omits
+constants, the contexts in which equations are lowered, and the functions that callbacks call.
 
-So the key consists of a hash of the text without addresses, followed by everything that the text
-leaves out.
+So the key is a hash of this text, minus the addresses, followed by everything that the text omits.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from jaxcross.program.ir import Program, Segment
 
 _PRINTED = (str, bytes, bool, int, float, complex, type(None), np.dtype)
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-# The parameters of these primitives contain functions that JAX only needs for differentiation, such
-# as derivative rules and policies for what to save. We ignore these, because all derivatives have
-# already been taken. What the equation computes is in its inner jaxprs.
+# Some parameters of these primitives are functions that JAX only needs for differentiation, such as
+# derivative rules and policies for what to save. All derivatives have been taken by now, so we
+# ignore these functions; what the equation computes is in its inner jaxprs.
 _DERIVED = frozenset({"custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Same:
-    """Compares its value by identity. Keeps the value alive, so that its id isn't reused."""
+    """Compares its value by identity, and keeps it alive so that its id isn't reused."""
 
     value: Any
 
@@ -47,7 +46,7 @@ class _Same:
 def segment_key(segment: Segment) -> tuple[Any, ...]:
     """Returns a key that's equal for segments that can share an executable.
 
-    Names of values don't matter. The key keeps the functions that the segment calls alive.
+    The names of values don't matter. The key keeps any functions alive that the segment calls.
     """
     body = f"{segment.kind} {len(segment.inputs)} {segment.jaxpr}"
     text = hashlib.sha256(_ADDRESS.sub("0x", body).encode()).digest()
@@ -65,21 +64,21 @@ def program_digest(program: Program) -> str:
 
 
 def segment_digest(segment: Segment) -> str:
-    """Returns `segment_key` as a hash.
+    """Returns a hash of `segment_key`.
 
-    If the segment calls back into Python, the hash is valid in this process only.
+    If the segment calls back into Python, the hash is only valid within this process.
     """
     digest = hashlib.sha256()
     for part in segment_key(segment):
-        if isinstance(part, bytes | _Same):  # of other parts, the text has all that can be hashed
+        if isinstance(part, bytes | _Same):  # the text already covers other parts
             digest.update(part if isinstance(part, bytes) else f"{id(part.value)} ".encode())
     return digest.hexdigest()
 
 
 def _unprinted(value: object) -> Iterator[Any]:
-    """Yields, in hashable form, what the text of a jaxpr or parameter leaves out.
+    """Yields whatever the text of a jaxpr or parameter omits, in hashable form.
 
-    This covers constants, contexts, and the functions that callbacks call.
+    This includes constants, contexts, and the functions that callbacks call.
     """
     if isinstance(value, _PRINTED):
         return
@@ -87,8 +86,8 @@ def _unprinted(value: object) -> Iterator[Any]:
     if compat.is_jaxpr(value):
         inner, consts = compat.open_jaxpr(value)
         yield from map(_content, consts)
-        # The context of an equation decides how it's lowered; e.g. `threefry_partitionable` decides
-        # which random bits are drawn.
+        # An equation's context affects how it's lowered: `threefry_partitionable`, for example,
+        # determines which random bits are drawn.
         yield hashlib.sha256("\n".join(repr(eqn.ctx) for eqn in inner.eqns).encode()).digest()
         for eqn in inner.eqns:
             yield from (
@@ -116,10 +115,10 @@ def _unprinted(value: object) -> Iterator[Any]:
         else:
             yield value if _hashable(value) else _Same(value)
     else:
-        # Two callables may look alike, or even compare equal, and still do different things, so we
-        # compare them by identity. Methods are an exception, because Python creates a new object
-        # each time a method is accessed. So two methods count as equal if they belong to the same
-        # object and have the same function.
+        # Callables can look alike, or even compare equal, and still do different things, so we
+        # compare them by identity. The exception is methods: since Python creates a new object on
+        # every access, we treat methods as equal if they're bound to the same object and have the
+        # same function.
         by_value = _hashable(value) and (isinstance(value, MethodType) or not callable(value))
         yield value if by_value else _Same(value)
 

@@ -1,4 +1,4 @@
-"""Holds the equations of a flat jaxpr while it's built. Every flattening pass emits into it."""
+"""Collects the equations of a flat jaxpr as the flattening passes emit them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxcross.program.jaxpr_utils import drop_unread, holds_exchange
 
 @dataclass(slots=True)
 class Emitter(ABC):
-    """A growing list of flat equations, with what we know about their results.
+    """A growing list of flat equations, along with what we know about their results.
 
     Attributes:
         axes: Axis name -> size.
@@ -29,13 +29,12 @@ class Emitter(ABC):
         like: A jaxpr whose debug information is reused.
         consts: Variable -> the array that the step closed over.
         eqns: The equations emitted so far.
-        decisions: The variable that counts how many ranks decided which way -> the decision, which
-            each rank makes based on its own values.
-        counters: The result of an exchange -> the variables that count the decisions under which
-            the exchange was made.
-        present: Variables that are 0 on a rank that takes no part in the step, and 1 otherwise.
-        until: A loop's first result -> a hash of what the loop's number of iterations follows from.
-        always_vote: Whether ranks vote in every `while` loop, because the loop may run on zeros.
+        decisions: Variable that counts how many ranks decided which way -> the decision, which each
+            rank makes based on its own values.
+        counters: Result of an exchange -> the variables that count the decisions that led up to it.
+        present: Variables that are 0 on a rank that sits out the step, and 1 otherwise.
+        until: First result of a loop -> a hash of what determines the loop's number of iterations.
+        always_vote: Whether ranks vote in every `while` loop, in case the loop runs on zeros.
         positions: The position of each variable in `invars`.
     """
 
@@ -63,7 +62,7 @@ class Emitter(ABC):
 
     @abstractmethod
     def emit(self, eqn: Equation, args: list[Atom]) -> Sequence[Atom]:
-        """Emits one equation over `args`, flattened; returns its results."""
+        """Flattens and emits an equation over `args`; returns its results."""
 
     def run(self, closed: Jaxpr) -> list[Atom]:
         """Emits the equations of `closed` over `self.invars`; returns its results as atoms."""
@@ -77,7 +76,7 @@ class Emitter(ABC):
     ) -> list[Atom]:
         """Emits a jaxpr's equations over `args`; returns its results as atoms.
 
-        Each equation is emitted by `emit`, or by `self.emit` if that's None.
+        Equations are emitted by calling `emit`, which defaults to `self.emit`.
         """
         emit = self.emit if emit is None else emit
         inner, consts = compat.open_jaxpr(jaxpr)
@@ -97,13 +96,13 @@ class Emitter(ABC):
         return [read(a) for a in inner.outvars]
 
     def keep(self, eqn: Equation, args: list[Atom]) -> list[Var]:
-        """Emits an equation unchanged, over `args`."""
+        """Emits an equation over `args`, but otherwise unchanged."""
         outs = [compat.new_var(v.aval) for v in eqn.outvars]
         self.eqns.append(eqn.replace(invars=args, outvars=outs))
         return outs
 
     def emit_for(self, eqn: Equation, jaxpr: Jaxpr, args: Sequence[Atom]) -> list[Atom]:
-        """Emits a closed jaxpr that replaces `eqn`, with `eqn`'s source line."""
+        """Emits a closed jaxpr in place of `eqn`, with `eqn`'s source line."""
         before = len(self.eqns)
         outs = self.inline(jaxpr, args)
         self.eqns[before:] = [e.replace(source_info=eqn.source_info) for e in self.eqns[before:]]
@@ -118,7 +117,7 @@ class Emitter(ABC):
         return self.inline(jax.make_jaxpr(function)(*types), args)
 
     def makers(self) -> Mapping[Var, int]:
-        """Returns the position in `eqns` of the equation that makes each variable."""
+        """Returns the position in `eqns` of the equation that computes each variable."""
         for position in range(self._n_with_maker, len(self.eqns)):
             self._makers.update(dict.fromkeys(self.eqns[position].outvars, position))
         self._n_with_maker = len(self.eqns)
@@ -127,16 +126,16 @@ class Emitter(ABC):
     def presence(self) -> Atom:
         """Returns a variable that is 0 if this rank exchanges zeros instead of values, else 1."""
         if self._presence is None:
-            # This value is 1 on a rank that takes part in the step. A failed rank replaces
-            # everything that it exchanges by zeros, and so must replace this 1. It couldn't replace
-            # a constant inside the collective segment. With the barrier, the 1 is computed in a
-            # compute segment and becomes an operand of the exchange, which can be replaced.
+            # A failed rank exchanges zeros in place of all its values, including this 1. If the 1
+            # were a constant inside the collective segment, there'd be no way to replace it. The
+            # barrier makes sure that it's computed in a compute segment and becomes an operand of
+            # the exchange, which can be replaced.
             (self._presence,) = self.emit_function(lambda: [lax.optimization_barrier(jnp.int32(1))])
             self.present.add(self._presence)
         return self._presence
 
     def known(self, atoms: Sequence[Atom]) -> list[Known]:
-        """Returns what the emitted equations prove about these atoms' equality across ranks."""
+        """Returns what the equations so far prove about these atoms being equal across ranks."""
         equality = Equality(self.axes, self.wire)
         for eqn in self.eqns[self._n_known :]:
             about = equality.results(eqn, [equality.read(self._known, a) for a in eqn.invars])
@@ -147,18 +146,18 @@ class Emitter(ABC):
     def read(self, outs: Sequence[Atom]) -> list[Equation]:
         """Returns the equations that `outs` depend on, and those that count the decisions for them.
 
-        Also drops all other decisions from `decisions`.
+        All other decisions are dropped from `decisions`.
         """
         made = {v for e in drop_unread(self.eqns, outs) for v in e.outvars}
-        # Keep a decision only if the result of an exchange that depends on it is still needed.
+        # Only keep a decision if it led up to an exchange whose result is still needed.
         live = {v for x in made & self.counters.keys() for v in self.counters[x]}
         self.decisions = {v: d for v, d in self.decisions.items() if v in live}
         return drop_unread(self.eqns, [*outs, *self.decisions])
 
     def rename(self, before: Sequence[Var], after: Sequence[Var]) -> None:
-        """Moves facts about variables to their new names.
+        """Transfers what we know about variables to their new names.
 
-        This is needed when exchanges are moved from a branch to the front of its conditional.
+        This is needed when exchanges are moved out of a branch, in front of its conditional.
         """
         names = dict(zip(before, after, strict=True))
         for v in names.keys() & self.counters.keys():
@@ -172,16 +171,16 @@ class Emitter(ABC):
             self.until[names[v]] = self.until.pop(v)
 
     def exchanges(self, eqn: Equation) -> bool:
-        """Whether an equation exchanges, or holds a jaxpr that does."""
+        """Whether an equation is, or contains, an exchange."""
         return self.wire.recognise(eqn, self.axes) is not None or any(
             map(self.has_exchange, compat.sub_jaxprs(eqn))
         )
 
     def has_exchange(self, jaxpr: Jaxpr) -> bool:
-        """Whether a jaxpr exchanges.
+        """Whether a jaxpr contains an exchange.
 
-        The answer is cached per jaxpr. Otherwise, a nested jaxpr would be searched again for each
-        level of nesting.
+        The answer is cached, because nested jaxprs would otherwise be searched again at every level
+        of nesting.
         """
         key = id(jaxpr)
         if key not in self._holds:

@@ -1,12 +1,13 @@
 """Proves that values are equal on all ranks, based on the equations that compute them.
 
-If a loop contains exchanges, all ranks must make the same number of iterations. Usually, the ranks
-vote before each iteration on whether to continue (`lockstep`). The vote is unnecessary if the
-loop's predicate is certain to be equal on all ranks, and this module tries to prove that.
+In a loop that contains exchanges, all ranks have to make the same number of iterations. Normally,
+they vote before each iteration on whether to continue (`lockstep`). But if we can prove that the
+loop's predicate is the same on all ranks, there's no need to vote. This module tries to find such a
+proof.
 
-The proof starts from values that are certainly the same on all ranks: literals, and the results of
-reductions and gathers, which are equal along the axes that they go over. The step's inputs, its
-constants and `axis_index` may differ. Any other result is equal if it's computed from equal values.
+We start from values that are certain to be equal: literals, and the results of reductions and
+gathers, which are equal along the axes they run over. The step's inputs and constants may differ,
+and so may `axis_index`. Any other result is equal if everything it's computed from is equal.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ _PLAIN = (bool, int, float, str, np.dtype)
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Facts that the equations prove about one value.
+    """What the equations prove about a value.
 
     Attributes:
         axes: The axes along which all ranks hold the same value.
-        basis: The literals and equations that the value is computed from, as text. The proof
-            assumes that all ranks have traced the same ones. But a Python number in the code may
-            differ between ranks, so the ranks compare the basis.
+        basis: The literals and equations that the value is computed from, as text. The proof only
+            holds if all ranks have traced the same literals and equations, but e.g. a Python number
+            in the code may differ between ranks. So the ranks compare what they have here.
     """
 
     axes: frozenset[str]
     basis: frozenset[str] = frozenset()
 
     def meet(self, *others: Known) -> Known:
-        """Returns the facts about a value computed from this value and `others`.
+        """Returns what we know about a value that's computed from this value and `others`.
 
         This is the meet of a lattice with `UNKNOWN` at the bottom.
         """
@@ -62,9 +63,9 @@ class Equality:
     Attributes:
         sizes: The number of ranks along each axis.
         wire: Recognises exchanges.
-        diverges: Whether a value that isn't proved equal decides how often a loop or conditional
-            exchanges.
-        basis: What the deciding values of all other loops and conditionals follow from; see
+        diverges: Whether a value that we can't prove equal decides how often some loop or
+            conditional exchanges.
+        basis: What the decisions of all other loops and conditionals are based on; see
             `Known.basis`.
     """
 
@@ -74,21 +75,21 @@ class Equality:
     basis: set[str] = field(default_factory=set)
 
     def exchange_axes(self, eqn: compat.Equation) -> frozenset[str]:
-        """Returns the axes with several ranks that an equation exchanges over.
+        """Returns the axes with more than one rank that an equation exchanges over.
 
-        mpi4jax's own calls name no axes, so they aren't included.
+        This doesn't cover mpi4jax's own calls, which don't name any axes.
         """
         return frozenset(a for x in self.exchanges(eqn) for a in x.axes if self.sizes[a] > 1)
 
     def decided_together(self, eqn: compat.Equation, decided: Known) -> bool:
-        """Whether the deciding value is equal on all ranks that exchange in an equation.
+        """Whether all ranks that exchange in an equation are known to agree on the deciding value.
 
-        If the equation doesn't exchange, the value must be equal on all ranks.
+        If the equation doesn't exchange anything, this applies to all ranks.
         """
         return (self.exchange_axes(eqn) or frozenset(self.sizes)) <= decided.axes
 
     def exchanges(self, eqn: compat.Equation) -> list[Exchange]:
-        """Returns all exchanges of an equation, including those of equations inside it."""
+        """Returns all exchanges of an equation, including those of nested equations."""
         found = self.wire.recognise(eqn, self.sizes)
         if found is not None:
             return list(found)
@@ -96,7 +97,7 @@ class Equality:
         return [x for e in inner for x in self.exchanges(e)]
 
     def walk(self, jaxpr: compat.Jaxpr, known: Sequence[Known]) -> list[Known]:
-        """Returns the facts about a jaxpr's results, given the facts about its arguments."""
+        """Returns what we know about a jaxpr's results, given what we know about its arguments."""
         inner, consts = compat.open_jaxpr(jaxpr)
         env = dict.fromkeys(inner.constvars[: len(consts)], UNKNOWN)
         env.update(zip([*inner.constvars[len(consts) :], *inner.invars], known, strict=True))
@@ -111,7 +112,7 @@ class Equality:
         return [self.read(env, a) for a in inner.outvars]
 
     def read(self, env: Mapping[Any, Known], atom: compat.Atom) -> Known:
-        """Returns the facts about an atom: `UNKNOWN` for a variable that isn't in `env`."""
+        """Returns what we know about an atom; `UNKNOWN` for a variable that isn't in `env`."""
         if not isinstance(atom, compat.Literal):
             return env.get(atom, UNKNOWN)
         return Known(
@@ -119,7 +120,7 @@ class Equality:
         )
 
     def results(self, eqn: compat.Equation, known: Sequence[Known]) -> list[Known]:
-        """Returns the facts about an equation's results."""
+        """Returns what we know about an equation's results."""
         name = eqn.primitive.name
         found = self.wire.recognise(eqn, self.sizes)
         if found is not None:
@@ -153,28 +154,29 @@ class Equality:
     def while_carry(
         self, eqn: compat.Equation, known: Sequence[Known]
     ) -> tuple[list[Known], Known]:
-        """Returns the facts about a `while` loop's carry in every iteration, and its predicate."""
+        """Returns what's true of a `while` loop's carry in every iteration and its predicate."""
         n = eqn.params["cond_nconsts"]
         m = n + eqn.params["body_nconsts"]
         carry = list(known[m:])
         inner, _ = compat.open_jaxpr(eqn.params["body_jaxpr"])
-        # If the body returns a carry unchanged, the carry stays equal for any number of iterations.
+        # Carries that the body returns unchanged stay equal, no matter how many iterations there
+        # are.
         constant = [a is b for a, b in zip(inner.invars[m - n :], inner.outvars, strict=True)]
-        # The search starts from assumptions that may be wrong, and only its last round is known to
-        # be right. Whatever follows from the earlier rounds mustn't be recorded in `self`, so we
-        # search with a separate object.
+        # The search starts from assumptions that may turn out to be wrong, and only its last round
+        # can be trusted. Use a separate object, so that nothing from the earlier rounds gets
+        # recorded in `self`.
         trial = Equality(self.sizes, self.wire)
-        # Find the axes along which the loop's carry is equal in every iteration (a greatest fixed
-        # point). We first assume that these are the same axes as before the loop. Then we walk
-        # through the body again and again, each time dropping the axes for which this turns out to
-        # be wrong, until nothing changes.
+        # Find the axes along which the carry is equal in every iteration (a greatest fixed point).
+        # We start by assuming that these are the same axes as before the loop. Then we walk through
+        # the body over and over, dropping any axes for which that turns out to be wrong, until
+        # nothing changes.
         while True:
             (more,) = trial.walk(eqn.params["cond_jaxpr"], [*known[:n], *carry])
             outs = trial.walk(eqn.params["body_jaxpr"], [*known[n:m], *carry])
-            # If ranks make different numbers of iterations, they end up with different values of
-            # everything that changes in the loop. So unless the ranks decide together when the loop
-            # ends, we can't assume that its results are equal. That includes loops that a rank may
-            # leave early (`lockstep.FROZEN`).
+            # Ranks that make different numbers of iterations end up with different values for
+            # everything that changes in the loop. So unless they decide together when to stop, we
+            # can't assume that the results are equal. That includes loops that a rank may leave
+            # early (`lockstep.FROZEN`).
             changed = more if self.decided_together(eqn, more) else UNKNOWN
             after = [
                 c if same else c.meet(o, changed)
@@ -187,7 +189,7 @@ class Equality:
     def scan_carry(
         self, eqn: compat.Equation, known: Sequence[Known]
     ) -> tuple[list[Known], list[Known]]:
-        """Returns the facts about a `scan` loop's carry and stacked results in every iteration."""
+        """Returns what's true of a `scan` loop's carry and stacked results in every iteration."""
         n_consts, n_carry = compat.scan_counts(eqn)
         consts = known[:n_consts]
         carry = list(known[n_consts:][:n_carry])
@@ -205,8 +207,8 @@ class Equality:
         self._record_decision(eqn, more)
         n = eqn.params["cond_nconsts"]
         m = n + eqn.params["body_nconsts"]
-        # Now that the facts are certain, walk once more to record the decisions of loops and
-        # conditionals inside.
+        # Now that we know what's true, walk through once more to record the decisions of nested
+        # loops and conditionals.
         self.walk(eqn.params["cond_jaxpr"], [*known[:n], *carry])
         self.walk(eqn.params["body_jaxpr"], [*known[n:m], *carry])
         return carry
@@ -241,8 +243,8 @@ class Equality:
         for x, before in zip(found, known, strict=True):
             others = before.axes - set(x.axes)
             equal = x.op in _EQUALISING and "groups" not in dict(x.params)
-            # A reduction has the same result on all ranks along its axes, even if its operand
-            # differs. So what the operand was computed from (its basis) only matters if we also
+            # A reduction gives all ranks along its axes the same result, even if their operands
+            # differ. So an operand's basis (what it was computed from) only matters if we also
             # claim that the result is equal along other axes.
             axes = others | set(x.axes) if equal else others
             basis = before.basis if others else frozenset()
@@ -251,12 +253,12 @@ class Equality:
 
 
 def fingerprint(basis: set[str]) -> str:
-    """Returns a hash of a basis, as eight hexadecimal digits that ranks compare."""
+    """Hashes a basis to eight hexadecimal digits, which ranks compare."""
     return hashlib.sha256("\n".join(sorted(basis)).encode()).hexdigest()[:8]
 
 
 def _text(eqn: compat.Equation) -> str:
-    """Returns an equation's name and its numeric or textual parameters; leaves out operands."""
+    """Returns an equation's name and its numeric and textual parameters, without its operands."""
 
     def plain(value: Any) -> bool:
         return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(plain, value)))

@@ -1,52 +1,52 @@
-"""Labels each exchange of a step, so that ranks can check that their exchanges match up.
+"""Labels the exchanges of a step, so that ranks can check whether theirs match up.
 
-Exchanges match up by their order alone, so all ranks must make the same exchanges in the same
-order. The program's signature isn't enough to check this, because two different exchanges may both
-be sums of three floats. If ranks loop over names in different orders, their signatures are equal,
-and yet each exchange would receive the values of another one.
+Exchanges are matched up by order alone, so all ranks must make the same exchanges in the same
+order. Comparing the signatures of programs isn't enough to check this, because different exchanges
+can look the same, e.g. if both are sums of three floats. If ranks loop over names in different
+orders, their signatures agree, and yet they would mix up each other's values.
 
-To check the order, we give each exchange labels, which are hashes of what it's computed from and
-what it's used for. They're the same on all ranks that make the same exchange, whatever the order in
-which they traced it. Except for the last kind of label below, they don't depend on shapes either,
+So we give each exchange a set of labels, which are hashes of what it's computed from and what it's
+used for. All ranks come up with the same labels for the same exchange, regardless of the order in
+which they traced it. Except for the last kind below, the labels don't depend on shapes either,
 because these may differ on one rank.
 
-**Kinds of labels.** The *origin* of an exchange is everything that its operand is computed from,
-and its *use* is everything that's computed from its result. An exchange has up to four labels for
-its origin and use together, which are hashes of the following:
+**Kinds of labels.** An exchange's *origin* is everything that its operand is computed from, and its
+*use* is everything that's computed from its result. There are up to four labels for origin and use
+together, which are hashes of the following:
 
 - leaves: the leaves of the step's arguments that the operand comes from, and the leaves of the
-  step's results that the exchange reaches, through layout and element-wise equations only;
-- leaves and equations: these leaves, and the other equations at which such paths end, each with the
-  leaves around it. This kind of label identifies e.g. exchanges between products, even if ranks add
+  step's results that the exchange reaches, following only layout and elementwise equations;
+- leaves and equations: these leaves, plus any other equations at which such paths end, each with
+  the leaves around it. This identifies exchanges between products, for example, even if ranks add
   up the results in different orders;
-- everything: the names of all equations before and after the exchange. This kind tells any two
-  exchanges of a step apart;
+- everything: the names of all equations before and after the exchange, which tell any two exchanges
+  of a step apart;
 - parts: the leaves and the other equations, each with the part of the array (a slice, an index) and
-  the constant factors on the way. This kind identifies exchanges of parts of one leaf. It's left
-  out if another exchange goes to the same parts of the results: for example, if the results are
-  added up, ranks may take the parts of a batch in any order.
+  the constant factors along the way. This identifies exchanges of different parts of the same leaf.
+  It's omitted if another exchange goes to the same parts of the results: for example, when results
+  are added up, ranks are free to take the parts of a batch in any order.
 
-**Origin alone, use alone.** If a result goes into a list or tuple, its place there may depend on
-the order of tracing. Suppose two ranks iterate over names in different orders. Then the first
-exchange maps "loss" to `result[0]` on one rank, but "acc" to `result[0]` on the other, so no label
-of origin and use together occurs on both ranks. That's why an exchange has the same four labels for
-its origin alone, and four for its use alone.
+**Origin alone, use alone.** If a result goes into a list or tuple, its index may depend on the
+order of tracing. When two ranks iterate over names in different orders, the first exchange might
+turn "loss" into `result[0]` on one rank, but "acc" into `result[0]` on the other. Then no label of
+origin and use together occurs on both ranks. That's why there are four more labels for the origin
+alone, and another four for the use alone.
 
-Some exchanges may legitimately be swapped, so we leave out labels that would forbid this: those of
+Sometimes it's legitimate to swap two exchanges, so we omit labels that would forbid it: those of
 the origin if another exchange goes to the same parts of the results, and those of the use if
 another exchange comes from the same parts of the arguments.
 
-**Exceptions.** If a label occurs twice on a rank, it identifies nothing, so we leave it out.
+**Exceptions.** A label that occurs twice on a rank doesn't identify anything, so we drop it.
 
-Ranks may also take turns: one exchanges its value while the others exchange zeros, as in `[psum(x
-if n == rank else zeros) for n in range(ranks)]`. Therefore zeros have no labels, and neither do
-other values that contribute nothing, such as the smallest number in a `pmax`. Two ranks may then
-have the same label at two places, provided that each of them exchanges such an empty value at the
-other's place.
+Ranks may also take turns, where one rank exchanges its value while the others exchange zeros, as in
+`[psum(x if n == rank else zeros) for n in range(ranks)]`. So zeros don't get any labels, and
+neither do other values that contribute nothing, such as the smallest number in a `pmax`. Two ranks
+may then have the same label at different places, as long as each of them exchanges such an empty
+value at the other's place.
 
-Finally, in a pipeline or on a ring, a rank sends what its neighbour needs next. So permutations
-only have the label of all equations before and after them, and mpi4jax's point-to-point calls have
-no label.
+Finally, in a pipeline or ring, each rank sends whatever its neighbour needs next. So permutations
+only get the label of all equations before and after them, and mpi4jax's point-to-point calls have
+no labels at all.
 """
 
 from __future__ import annotations
@@ -78,17 +78,17 @@ _POINT_TO_POINT = frozenset({"mpi.send", "mpi.recv", "mpi.sendrecv"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labelled:
-    """One array that a traced step exchanges.
+    """An array that a traced step exchanges.
 
     Attributes:
-        exchange: How it travels, apart from a buffer that it may share.
+        exchange: How it travels, not counting any buffer that it may share.
         origin: Where it comes from.
         use: Where the result goes.
-        empty: Whether its operand is made of literal zeros, infinities, or the smallest or greatest
-            number of its type. A rank exchanges this to contribute nothing.
-        labels: Four labels of origin and use together, then four of the origin alone, then four of
-            the use alone. Within each four, the order is: by leaves, by leaves and equations, by
-            all equations, and by parts. A label that the exchange doesn't have is 0.
+        empty: Whether the operand consists of literal zeros, infinities, or the smallest or
+            greatest number of its type, which is what a rank exchanges to contribute nothing.
+        labels: Four labels of origin and use together, followed by four of the origin and four of
+            the use alone. Each set of four is in the order of kinds: leaves, leaves and equations,
+            everything, parts. Missing labels are 0.
     """
 
     exchange: Exchange
@@ -125,8 +125,7 @@ def _labelled(traced: Traced) -> dict[int, list[Labelled]]:
 def _labels(x: Exchange, origin: Mark, use: Mark) -> tuple[int, ...]:
     if x.op in _POINT_TO_POINT:
         return (0,) * _LABELS
-    # Exchanges that differ in their operation, axes, type, shape or parameters never have the same
-    # label.
+    # Exchanges with different operations, axes, types, shapes or parameters never share a label.
     kind = hash_of_text(x.line())
     if x.op == "ppermute":
         return 0, 0, mixed(3, kind, origin.exact, use.exact), *(0,) * (_LABELS - 3)
@@ -137,7 +136,7 @@ def _labels(x: Exchange, origin: Mark, use: Mark) -> tuple[int, ...]:
 
 
 def _hashes(before: int, kind: int, origin: Mark, use: Mark) -> Iterator[int]:
-    """Yields one label of each kind; they differ from the labels with a different `before`."""
+    """Yields a label of each kind, which never coincides with the labels for another `before`."""
     yield mixed(before + 1, kind, origin.leaves, use.leaves) if origin.leaves or use.leaves else 0
     yield mixed(before + 2, kind, origin[:2], use[:2])
     yield mixed(before + 3, kind, origin.exact, use.exact)
@@ -145,7 +144,7 @@ def _hashes(before: int, kind: int, origin: Mark, use: Mark) -> Iterator[int]:
 
 
 def _ends(traced: Traced, scope: Scope, i: int) -> Iterator[tuple[Mark, Mark, bool]]:
-    """Yields origin, use and emptiness of each exchange of an equation, in `exchanges_of` order."""
+    """Yields each exchange's origin, use and emptiness, in the same order as `exchanges_of`."""
     eqn = scope.eqns[i]
     found = traced.wire.recognise(eqn, traced.axes)
     if found is None:
@@ -166,7 +165,7 @@ def _is_empty(atom: compat.Atom, makers: Mapping[Any, Any]) -> bool:
         eqn = makers.get(atom)
         if eqn is None:
             return False
-        # Multiplying by a literal 0 contributes nothing, whatever the other operand is.
+        # A product with a literal 0 contributes nothing, no matter what the other operand is.
         if eqn.primitive.name == "mul" and any(
             isinstance(a, compat.Literal) and a.val == 0 for a in eqn.invars
         ):
@@ -178,7 +177,7 @@ def _is_empty(atom: compat.Atom, makers: Mapping[Any, Any]) -> bool:
 
 
 def _extremes(dtype: Any) -> tuple[Any, ...]:
-    """Returns the smallest and the greatest number of a float or integer type, else nothing.
+    """Returns the smallest and greatest number of a float or integer type, otherwise nothing.
 
     `pmax` and `pmin` ignore these numbers.
     """
@@ -234,25 +233,25 @@ def _travelling(program: Program) -> Iterator[Labelled]:
             if id(eqn) in by_equation:
                 yield from known[by_equation[id(eqn)]]
             else:
-                # This exchange is of a buffer that several small arrays share. It isn't in the
-                # traced step, which contains a separate exchange for each array. But the results of
-                # those exchanges still have the same variables, so we look up each array by its
+                # This exchange sends a buffer that several small arrays share. The traced step
+                # doesn't contain it, but has a separate exchange for each array. Since the results
+                # of those exchanges are still the same variables, we can look up each array by its
                 # result.
                 yield from (known[by_result[v]][0] for v in eqn.outvars if v in by_result)
 
 
 def label_text(order: Sequence[Member]) -> str:
-    """Returns the labels that are unique on this rank, as text: 192 bytes for each array."""
+    """Returns the labels that are unique on this rank, as text of 192 bytes per array."""
     members = [member.labelled for member in order]
     origins = Counter((x.exchange.line(), x.origin.placed) for x in members)
     uses = Counter((x.exchange.line(), x.use.placed) for x in members)
     known = []
     for x in members:
         labels = list(x.labels)
-        # If the results of several exchanges are used in the same way, e.g. added up, ranks may
-        # make these exchanges in any order. So we drop the labels that tell them apart only by
-        # their origin. Likewise, if they come from the same parts of the arguments, we drop the
-        # labels that tell them apart only by their use.
+        # If several exchanges are used in the same way, e.g. their results are added up, ranks may
+        # make them in any order. So we drop labels that only distinguish them by their origin.
+        # Likewise, if several exchanges come from the same parts of the arguments, we drop labels
+        # that only distinguish them by their use.
         if uses[x.exchange.line(), x.use.placed] > 1:
             labels[_KINDS - 1 : 2 * _KINDS] = [0] * (_KINDS + 1)
         if origins[x.exchange.line(), x.origin.placed] > 1:
@@ -273,19 +272,20 @@ def label_text(order: Sequence[Member]) -> str:
 def find_swapped(
     texts: Sequence[str], peers: Callable[[int, int], Collection[int]]
 ) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Finds two ranks that make the same exchange at different places of their orders.
+    """Finds two ranks that make the same exchange at different places in their order.
 
     Args:
-        texts: The `label_text` of each rank's order, in rank order. The orders have equal
+        texts: The `label_text` of each rank's order, in rank order. All orders have equal
             signatures.
-        peers: Maps a place and a rank to the ranks with which that rank makes the exchange at that
-            place. Two ranks that aren't peers may have an exchange at different places.
+        peers: Maps a place and a rank to the ranks that it makes the exchange at that place with.
+            Ranks that aren't peers may make the same exchange at different places.
 
     Returns:
-        Each of the two ranks with its place. None if every label has the same place on all ranks
+        Each of the two ranks with its place. None if every label is at the same place on all ranks
+        that exchange with one another, apart from ranks that take turns.
         that exchange with one another, apart from ranks that take turns.
     """
-    # Handle ranks with equal texts together, so that each different text is parsed only once.
+    # Group ranks by their text, so that each distinct text is only parsed once.
     alike: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         alike.setdefault(text, []).append(rank)

@@ -1,8 +1,8 @@
-"""Holds one step in flight: compiled segments, live values, and the means to run a segment.
+"""Keeps track of a step in flight: its compiled segments, its live values, and what has run.
 
-This module doesn't depend on MPI and starts no threads. The class `Execution` can dispatch a
-segment, wait for it, and replace its inputs by zeros. It leaves all decisions, such as which
-segment to run next, to the code that uses it, the *driver*.
+This module doesn't depend on MPI and doesn't start any threads. An `Execution` can dispatch a
+segment, wait for it, and replace its inputs with zeros, but leaves all decisions, such as which
+segment to run next, to its caller, the *driver*.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ class Runnable:
 
     Attributes:
         segment: The segment that was compiled.
-        call: The executable. For a compute segment, it returns one result more than the segment: a
-            scalar that's never donated. So the driver can wait for the end of the segment even if
-            all other results have been donated. For a collective segment, it may return additional
-            results for `check_finite` and `branch_mismatch`.
-        releases: Inputs that the step doesn't return. Each is dropped after its last reader has
+        call: The executable. For a compute segment, it returns an extra scalar that's never
+            donated, so that the driver can wait for the segment to finish even if all other results
+            have been donated. For a collective segment, there may be extra results for
+            `check_finite` and `branch_mismatch`.
+        releases: Inputs that the step doesn't return, which are dropped once their last reader has
             run.
         memory: Returns XLA's memory figures for the executable, or None if there aren't any. The
             first call asks XLA, which takes tens of milliseconds for a segment of ResNet-50.
         device: The device of a collective segment; None for a compute segment.
         is_single_rank: Whether its exchanges involve no other rank, so that it can run like a
             compute segment.
-        through: The pinned memory through which each operand is copied to `device`, or None for an
-            operand that's copied directly. None altogether if the operands are there already.
-        shardings: The shardings in which later segments expect the outputs. None leaves the outputs
-            as they are.
+        through: The pinned memory through which each operand is copied to `device`, or None if it's
+            copied directly. None altogether if the operands are already there.
+        shardings: The shardings that later segments expect the outputs in, or None to leave the
+            outputs as they are.
         lent: Outputs that may be in the wire's memory.
-        lent_nbytes: Bytes of all results that may be there, including those beyond the segment's
-            outputs.
+        lent_nbytes: Bytes of all results that may be in the wire's memory, including results beyond
+            the segment's outputs.
     """
 
     segment: Segment
@@ -72,12 +72,12 @@ def live_bytes(
 ) -> tuple[int, int]:
     """Returns the most bytes alive at once during a step, and between its segments.
 
-    For the arguments, see `Compiled`.
+    See `Compiled` for the arguments.
     """
     alive = {v: program.values[v].nbytes for v in program.inputs}
-    # The wire, which makes the exchanges, keeps its receive buffers between steps, even while
-    # nothing refers to them. It needs two sets of buffers, because a step may receive data while
-    # something still refers to the results of the previous step. So we count these bytes twice.
+    # The wire, which performs the exchanges, holds on to its receive buffers between steps, even if
+    # nothing refers to them. It needs two sets of buffers, because a step may be receiving data
+    # while the results of the previous step are still in use. So we count these bytes twice.
     kept = 2 * sum(runnable.lent_nbytes for runnable in runnables)
     peak = boundary = sum(alive.values())
     for runnable in runnables:
@@ -85,8 +85,8 @@ def live_bytes(
         stats = runnable.memory()
         outputs = {v: program.values[v].nbytes for v in segment.outputs}
         made = sum(outputs.values()) + segment.extra_nbytes - runnable.lent_nbytes
-        # A segment's inputs are still alive while it runs. A result that reuses a donated input
-        # needs no additional memory.
+        # A segment's inputs stay alive while it runs. Results that reuse a donated input don't need
+        # any additional memory.
         extra = (
             made if stats is None else made - stats.alias_size_in_bytes + stats.temp_size_in_bytes
         )
@@ -96,7 +96,7 @@ def live_bytes(
                 alive.pop(v, None)
         alive.update({v: nbytes for v, nbytes in outputs.items() if v not in runnable.lent})
         boundary = max(boundary, sum(alive.values()))
-    # The step copies results that no segment has computed.
+    # Results that aren't computed by any segment are copied.
     copies = (
         program.values[program.outputs[place]].nbytes for place, moved in passthroughs if not moved
     )
@@ -112,13 +112,13 @@ class Compiled:
         program: The program.
         runnables: Its compiled segments.
         passthroughs: Positions of the results that aren't a segment's own output, each with whether
-            it may be moved instead of copied.
-        shared: The number of readers of each value that more than one segment reads.
-        awaited: For each segment, the collective segments to wait for before it runs: those that it
-            depends on or that the commit puts before it, except those for which an earlier compute
-            segment has already waited.
-        carried: The collective segments that may begin before any computation; see `Order.carried`.
-        overlaps: Whether a segment can compute while another one exchanges with other ranks.
+            it may be moved rather than copied.
+        shared: The number of readers of each value that's read by more than one segment.
+        awaited: For each segment, the collective segments to wait for before it runs. These are the
+            segments that it depends on or that the commit puts before it, minus any that an earlier
+            compute segment has already waited for.
+        carried: The collective segments that may start before any computation; see `Order.carried`.
+        overlaps: Whether any segment can compute while another exchanges with other ranks.
         live_bytes: Returns `peak_live_bytes` and `boundary_live_bytes`. Computed only once, because
             every run of a job needs them.
         constants: The arrays that the step closed over, placed where compute segments read them.
@@ -150,8 +150,8 @@ class Compiled:
 
         The result has three entries:
 
-        - `temporaries`: bytes of temporary buffers, the maximum over all segments,
-        - `outputs`: bytes of results, the sum over all segments, without results that reuse an
+        - `temporaries`: bytes of temporary buffers, as the maximum over all segments,
+        - `outputs`: bytes of results, summed over all segments, not counting results that reuse an
           input's memory,
         - `arguments`: bytes of the step's inputs.
         """
@@ -165,27 +165,27 @@ class Compiled:
     def peak_live_bytes(self) -> int:
         """Returns the most bytes alive at once in one step.
 
-        The count includes the step's inputs, the values between segments, and XLA's temporaries. To
-        find the maximum, we go through the segments in order and keep track of which values are
-        alive. Within each executable, we use XLA's buffer assignment. A donated buffer is counted
-        only once, because the output reuses the input's memory.
+        This includes the step's inputs, the values passed between segments, and XLA's temporaries.
+        To find the maximum, we go through the segments in order, keeping track of which values are
+        alive, and rely on XLA's buffer assignment within each executable. Donated buffers are only
+        counted once, because the output reuses the input's memory.
         """
         return self.live_bytes()[0]
 
     def boundary_live_bytes(self) -> int:
         """Returns the most bytes alive between two segments, or before or after a step.
 
-        This is how much memory a job keeps while another job's segment runs.
+        This is how much memory a job holds on to while another job's segment runs.
         """
         return self.live_bytes()[1]
 
     def lasting_inputs(self, inputs: Sequence[Any]) -> list[tuple[jax.Array, int]]:
         """Returns the arrays that a step only reads and later steps get again, with their bytes.
 
-        For example, these are the frozen weights under an adapter. The result contains the step's
-        constants, and the arguments that aren't donated. An argument is left out if the step
-        returns a result of the same shape and type that doesn't overwrite a donated argument,
-        because the caller may pass that result in place of the argument on the next step.
+        A typical example is the frozen weights underneath an adapter. The result includes the
+        step's constants and all arguments that aren't donated. An argument is left out if the step
+        returns a result of the same shape and type that doesn't overwrite a donated argument, since
+        the caller may pass that result in its place on the next step.
 
         Args:
             inputs: As for `execution`.
@@ -202,7 +202,7 @@ class Compiled:
         return [(given[v], values[v].nbytes) for v in lasting if isinstance(given[v], jax.Array)]
 
     def exchange_temporary_bytes(self) -> int:
-        """Returns the most bytes of XLA's temporaries in one collective segment."""
+        """Returns the most bytes that XLA's temporaries take up in any collective segment."""
         collectives = (r.memory() for r in self.runnables if r.segment.kind == "collective")
         return max(
             (stats.temp_size_in_bytes for stats in collectives if stats is not None), default=0
@@ -211,10 +211,10 @@ class Compiled:
 
 @final
 class Execution:
-    """A step in flight: the values that are alive, and the means to run the next segment.
+    """A step in flight: its live values, and the means to run its segments.
 
-    The code that uses this class, the driver, may run the segments from different threads and in
-    any order, provided that each segment runs after the segments that it depends on.
+    The driver, which uses this class, is free to run segments from different threads and in any
+    order, as long as each segment runs after the segments it depends on.
     """
 
     __slots__ = (
@@ -234,10 +234,10 @@ class Execution:
             zip(compiled.program.inputs, (*compiled.constants, *inputs), strict=True)
         )
         self._fences: dict[int, Any] = {}  # segment -> arrays that are ready once it has ended
-        # If several segments read a value, we can't tell in advance which of them runs last and has
-        # to drop the value. So we keep a list with one item per reader. Each reader pops one item,
-        # and whoever pops the last one drops the value. Two threads may do so at the same time, and
-        # `list.pop` is atomic, whereas decrementing a counter isn't.
+        # When several segments read a value, there's no telling in advance which of them will run
+        # last and have to drop the value. So we keep a list with one item per reader. Each reader
+        # pops an item, and whoever pops the last item drops the value. Two threads may race to do
+        # this; `list.pop` is atomic, whereas decrementing a counter isn't.
         self._left = {v: [None] * n for v, n in compiled.shared.items()}
         self._finite: FiniteCheck | None = None
         self._counts: dict[int, Any] = {}  # how many ranks took each branch, for `branch_mismatch`
@@ -256,7 +256,7 @@ class Execution:
             outs = calls_on_zeros()
         else:
             args = [env[v] for v in segment.inputs] if zeros is None else zeros
-            # The host has copies of the constants that exchanges read.
+            # The host has its own copies of the constants that exchanges read.
             if runnable.device is not None and zeros is None and compiled.on_host:
                 args = [
                     compiled.on_host.get(v, x) for v, x in zip(segment.inputs, args, strict=True)
@@ -266,7 +266,7 @@ class Execution:
             try:
                 outs = runnable.call(*args)
             except compat.InternalFloatingPointError as error:
-                # This class is internal to JAX, and its error says nothing about the step.
+                # The class is private to JAX, and its error says nothing about the step.
                 raise FloatingPointError(_invalid_value(compiled.program, segment, error)) from None
             except jax.errors.JaxRuntimeError as error:
                 if "donate" in str(error):
@@ -275,26 +275,25 @@ class Execution:
                         raise ValueError(text) from None
                 raise
         if runnable.device is None:
-            # This scalar is never donated, whereas the other results may be given to the next
-            # segment before this one ends.
+            # This scalar is never donated, whereas the other results may already have been donated
+            # to the next segment by the time this segment finishes.
             self._fences[index] = outs[-1]
         elif self._finite is not None:
             self._finite.keep(index, outs)
-        # A segment may return additional results after its own ones, which are only for checks. The
-        # last of these count how many ranks took each branch.
+        # A segment's own results may be followed by extra results for checks. The last of these
+        # count how many ranks took each branch.
         if segment.decisions:
             self._counts[index] = outs[-len(segment.decisions) :]
         outs = outs[: len(segment.outputs)]
-        # Copy the results back to the accelerator. The copy is asynchronous, so we don't wait for
-        # it here.
+        # Copy the results back to the accelerator. This is asynchronous, so it doesn't block.
         if runnable.device is not None and runnable.shardings is not None:
             outs = from_host(outs, runnable.shardings)
         left = self._left
         for v in runnable.releases:
-            # If there's no such list, this segment is the only one that reads the value.
+            # If there's no such list, this segment is the only reader of the value.
             tokens = left.get(v)
             if tokens is None:
-                env.pop(v, None)  # it's missing if the segment that makes it has failed
+                env.pop(v, None)  # missing if the segment that computes it failed
             elif tokens:
                 tokens.pop()
                 if not tokens:
@@ -314,27 +313,26 @@ class Execution:
         )
 
     def wait_inputs(self, index: int) -> None:
-        """Blocks until the values that a segment reads are computed. Raises the device's error."""
+        """Blocks until a segment's inputs have been computed. Raises any error from the device."""
         env = self._env
         jax.block_until_ready([env[v] for v in self._compiled.program.segments[index].inputs])
 
     def wait_outputs(self, index: int) -> None:
-        """Blocks until a dispatched segment has ended. Raises the device's error."""
+        """Blocks until a dispatched segment has finished. Raises any error from the device."""
         jax.block_until_ready(self._fences.pop(index))
 
     def forget(self, index: int) -> None:
-        """Drops the arrays that `wait_outputs` would wait for, because nothing will call it."""
+        """Drops the arrays that `wait_outputs` would wait for, if nobody is going to call it."""
         self._fences.pop(index, None)
 
     def zero_inputs(self, index: int) -> None:
-        """Makes a collective segment read zeros, because this rank has failed (the commit rule).
+        """Makes a collective segment read zeros because this rank has failed (the commit rule).
 
-        The zeros aren't written into the step's values, but kept separately. Otherwise, another
-        thread that's still writing the results of failed segments might overwrite them.
+        We keep the zeros separate from the step's values. Otherwise, another thread that's still
+        writing the results of failed segments might overwrite them.
 
         Raises:
-            ExchangeError: The number of the segment's exchanges may depend on the values that it
-                reads.
+            ExchangeError: How often the segment exchanges may depend on the values that it reads.
         """
         program = self._compiled.program
         device = self._compiled.runnables[index].device
@@ -346,16 +344,15 @@ class Execution:
                 f"segment {index} of `{program.name}` exchanges inside a `{what}`, and this rank "
                 "has failed before it: it cannot know how often the others will exchange."
             )
-        # If a program calls mpi4jax, the segment with these calls also contains the computation
-        # between them, maybe in loops that would never end on zeros. So a failed rank makes only
-        # the calls, and leaves out the computation.
+        # The unit of mpi4jax calls also contains the computation between them, possibly in loops
+        # that would never end on zeros. So a failed rank makes the calls but skips the computation.
         if program.is_unit:
             with jax.default_device(device), jax.enable_x64(True):
                 self._zero_calls[index] = zero_calls(segment, program.traced)
             return
-        # We make the zeros with JAX, because NumPy can't make random keys. The step may use 64-bit
-        # types that are enabled only by a context manager in another thread. That has no effect in
-        # this thread, so we enable them in any case.
+        # Create the zeros with JAX, because NumPy can't create random keys. If the step uses 64-bit
+        # types, these may only be enabled by a context manager in another thread, which has no
+        # effect here. So we always enable them.
         with jax.default_device(device), jax.enable_x64(True):
             zeros = [
                 jax.lax.full(var.aval.shape, 0, var.aval.dtype)
@@ -364,7 +361,7 @@ class Execution:
         self._zeros[index] = jax.device_put(zeros, device)
 
     def watch(self, policy: NonFinite) -> Execution:
-        """Applies a policy to exchanged values that aren't finite; returns itself.
+        """Sets the policy for exchanged values that aren't finite, and returns itself.
 
         Call this before any segment runs.
         """
@@ -373,20 +370,20 @@ class Execution:
         return self
 
     def check_finite(self, index: int) -> NonFiniteOutcome | None:
-        """Returns what follows from a segment's non-finite results; None if there are none.
+        """Returns what happens due to a segment's non-finite results; None if there aren't any.
 
-        If the policy ignores non-finite values, this returns None right away. Otherwise, it waits
-        for the segment's results, so the segment must already have been run. Call this at most once
-        per segment, and before you run another segment that may overwrite the results.
+        This returns None right away if the policy is to ignore non-finite values. Otherwise, it
+        waits for the segment's results, so the segment must have been run. Call it at most once per
+        segment, before running any other segment that might overwrite the results.
         """
         return None if self._finite is None else self._finite.outcome(index)
 
     def branch_mismatch(self, index: int) -> str | None:
-        """Describes what ranks decided differently in a collective segment; None if nothing.
+        """Describes what the ranks disagreed about in a collective segment; None if nothing.
 
-        For example, some ranks may have taken another branch of a conditional that contains
+        For example, they may have taken different branches of a conditional that contains
         exchanges. All ranks that exchanged in the segment get the same answer. Waits for the
-        segment's results, so the segment must already have been run.
+        segment's results, so the segment must have been run.
         """
         counts = self._counts.pop(index, None)
         if counts is None:
@@ -397,24 +394,24 @@ class Execution:
 
     @property
     def skippable(self) -> bool:
-        """Whether `skip` has an effect: the program can return the state that it was given."""
+        """Whether `skip` has any effect, because the program can return the state it was given."""
         return bool(self._compiled.program.commit_flag_inputs)
 
     def skip(self) -> None:
         """Makes the step return the state that it was given.
 
-        Call this before running any segment that comes after the commit.
+        Call this before running any segment after the commit.
         """
-        # The step selects its old state if the flag is false; see `step.commit_flag`.
+        # The step keeps its old state if the flag is false; see `step.commit_flag`.
         for v in self._compiled.program.commit_flag_inputs:
             self._env[v] = np.zeros((), bool)
 
     def outputs(self) -> PyTree:
         """Returns the step's results as a tree, once every segment has run. Doesn't wait for them.
 
-        As with `jax.jit`, no result shares memory with an argument, unless that argument was
-        donated. To ensure this, we copy a result if it would share memory, e.g. because the step
-        returns an argument unchanged.
+        As with `jax.jit`, results never share memory with an argument unless that argument was
+        donated. To ensure this, we make a copy where necessary, e.g. if the step returns an
+        argument unchanged.
         """
         compiled = self._compiled
         results = [self._env[v] for v in compiled.program.outputs]
@@ -441,7 +438,7 @@ def _invalid_value(program: Program, segment: Segment, error: Exception) -> str:
 def _decided_by_data(jaxpr: compat.Jaxpr, traced: Traced, present: Collection[Any]) -> str | None:
     """Returns the primitive, if any, in which data decides how often something is exchanged.
 
-    A loop doesn't count if it ends by itself on a rank that takes no part in the step.
+    Loops don't count if they end by themselves on a rank that sits out the step.
     """
 
     def conditional(eqn: compat.Equation) -> str | None:

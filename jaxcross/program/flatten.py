@@ -1,14 +1,14 @@
-"""Flattens a traced jaxpr, so that every exchange is an equation at top level.
+"""Flattens a traced jaxpr, so that every exchange becomes a top-level equation.
 
-A step can only be cut between two of its top-level equations. So if an exchange is inside a call, a
-loop or a conditional, we first have to get it out of there, in one of the following ways:
+A step can only be cut between two of its top-level equations. So any exchange inside a call, a loop
+or a conditional has to be brought to the top level first:
 
 - `jit`, remat, custom derivatives and a `shard_map` over ranks are inlined if they contain an
   exchange.
 - A `cond` is decided by the host if its predicate follows from counters. Otherwise it's split
   around its exchanges.
 - A short `scan` is unrolled. Other loops stay whole, with their exchanges inside. If ranks might
-  need different numbers of iterations, they vote on the end of the loop.
+  need different numbers of iterations, they vote on when to stop.
 - Equations that call mpi4jax are kept as they are.
 - Equations whose results aren't read are dropped.
 """
@@ -36,12 +36,12 @@ from jaxcross.program.mpi4jax_lists import is_call
 from jaxcross.program.wire_types import convert_wire_types
 
 UNROLLED = 64
-"""The most iterations for which a `scan` with exchanges is unrolled.
+"""A `scan` with exchanges is unrolled if it has at most this many iterations.
 
 For nested loops, the limit applies to the product of their iterations.
 """
-# These primitives don't compute anything. They only change the type of a value, which says over
-# which mesh axes the value varies. A rank holds nothing but its own shard, so we can leave them
+# These primitives don't compute anything; they only change a value's type, which records the mesh
+# axes over which the value varies. Since a rank only ever holds its own shard, we can leave them
 # out.
 _NO_OPS = frozenset({"pvary", "pcast"})
 
@@ -58,7 +58,7 @@ class Flattener(Emitter):
 
     choose: Choose = field(kw_only=True)
     unroll_limit: int = UNROLLED  # the most iterations of a `scan` to unroll here
-    # The rows of arrays that a loop has stacked or unstacked.
+    # The rows of arrays that some loop has stacked or unstacked.
     _rows: dict[Atom, Sequence[Atom]] = field(default_factory=dict)
 
     def emit(self, eqn: compat.Equation, args: list[Any]) -> Sequence[Any]:
@@ -81,8 +81,8 @@ class Flattener(Emitter):
             inlined = inside or [j for j in compat.sub_jaxprs(eqn) if holds_shard_map(j, self.axes)]
             if inlined:
                 return self.inline(inlined[0], self._held_back(args) if _recomputes(eqn) else args)
-        # All mpi4jax calls of a step run in one segment, so there's no need to open an equation
-        # that contains some.
+        # All mpi4jax calls of a step run in a single segment, so there's no need to open up
+        # equations that contain them.
         whole = any(holds_exchange(j, self.axes, self.wire, only=is_call) for j in inside)
         if name == "cond" and any(
             holds_exchange(j, self.axes, self.wire, only=_is_named) for j in inside
@@ -106,12 +106,12 @@ class Flattener(Emitter):
         return lockstep.emit(self, eqn, args) if inside else self.keep(eqn, args)
 
     def _held_back(self, args: list[Any]) -> list[Any]:
-        """Returns `args` behind one barrier, so that `checkpoint` doesn't recompute too early.
+        """Puts `args` behind a barrier, so that `checkpoint` doesn't recompute too early.
 
-        In the backward pass, `jax.checkpoint` recomputes values instead of keeping them in memory.
-        Under `jit`, its equation is also a barrier, which keeps XLA from recomputing the values too
-        early and so using more memory. Inlining removes that equation, so we add a barrier of our
-        own.
+        `jax.checkpoint` saves memory by recomputing values in the backward pass. Under `jit`, its
+        equation also acts as a barrier, which keeps XLA from recomputing the values too early and
+        using up that memory after all. Inlining gets rid of the equation, so we add our own
+        barrier.
         """
         made = [a for a in args if not isinstance(a, compat.Literal) and a not in self.positions]
         types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in made]
@@ -120,11 +120,11 @@ class Flattener(Emitter):
         return [a if isinstance(a, compat.Literal) else held.get(a, a) for a in args]
 
     def _is_straight(self, jaxpr: compat.Jaxpr) -> bool:
-        """Whether a jaxpr's exchanges don't depend on any condition.
+        """Whether a jaxpr's exchanges are made unconditionally.
 
-        If the exchanges in a loop depend on a condition, the loop isn't unrolled. After unrolling,
-        we would have to split the conditional of each iteration around its exchanges, and such
-        exchanges are made even if the branch isn't taken.
+        Loops with conditional exchanges aren't unrolled. After unrolling, we'd have to split the
+        conditional of each iteration around its exchanges, and these would then be made even if the
+        branch isn't taken.
         """
         for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
             inside = [j for j in compat.sub_jaxprs(eqn) if self.has_exchange(j)]
@@ -137,7 +137,7 @@ class Flattener(Emitter):
     def _unroll(self, eqn: compat.Equation, body: compat.Jaxpr, args: list[Any]) -> list[Any]:
         """Emits the iterations of a `scan` one after another.
 
-        Each iteration can then be cut, and equal segments share executables.
+        That way, each iteration can be cut, and equal segments share executables.
         """
         n_consts, n_carry = compat.scan_counts(eqn)
         length = eqn.params["length"]
@@ -147,7 +147,7 @@ class Flattener(Emitter):
         rows = [self._unstack(x, length) for x in xs]
         ys: list[list[Any]] = [[]] * length
         limit = self.unroll_limit
-        self.unroll_limit = limit // length  # the rest of the limit, for loops inside
+        self.unroll_limit = limit // length  # what's left for nested loops
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
             outs = self.inline(body, [*consts, *carry, *(row[i] for row in rows)])
             carry = outs[:n_carry]
@@ -156,10 +156,10 @@ class Flattener(Emitter):
         return [*carry, *map(self._stack, zip(*ys, strict=True))]
 
     def _unstack(self, whole: Atom, length: int) -> Sequence[Atom]:
-        """Returns the rows of an array, all from one equation.
+        """Returns the rows of an array, all computed by a single equation.
 
-        If each row were a slice at another position, the segments of the iterations would differ
-        and couldn't share executables.
+        If we sliced each row separately, the segments of the iterations would differ in the
+        position of the slice and couldn't share executables.
         """
         if isinstance(whole, compat.Literal):
             return self.emit_function(lambda x: _rows_of(x, length), whole)
@@ -168,10 +168,10 @@ class Flattener(Emitter):
         return self._rows[whole]
 
     def _stack(self, rows: Sequence[Atom]) -> Atom:
-        """Stacks rows to an array.
+        """Stacks rows into an array.
 
-        We remember the rows, because a later loop may go over the same array. For example, the loop
-        that computes the gradient goes over what the forward loop has stacked.
+        We remember the rows, because a later loop may iterate over the same array. For example, the
+        loop that computes the gradient iterates over what the forward loop has stacked.
         """
         (whole,) = self.emit_function(
             lambda *r: [jax.lax.concatenate([jnp.expand_dims(x, 0) for x in r], 0)], *rows
@@ -192,9 +192,9 @@ class Flattener(Emitter):
                 )
 
     def _cond(self, eqn: compat.Equation, args: list[Any], *, whole: bool) -> Sequence[Any]:
-        """Emits the branch that the host chooses, or else the split `cond`.
+        """Emits the branch that the host chooses, or else splits the `cond`.
 
-        If the host can't choose and the `cond` calls mpi4jax, the whole `cond` is emitted.
+        If the host can't choose and the `cond` calls mpi4jax, it's emitted as a whole.
         """
         index, *operands = args
         branches = list(eqn.params["branches"])
@@ -204,7 +204,7 @@ class Flattener(Emitter):
             predicate = predicate_of(self, index, len(branches))
             choice = None if predicate is None else self.choose(predicate)
         if choice is not None:
-            # JAX clamps an index that is out of range.
+            # JAX clamps out-of-range indices.
             return self.inline(branches[min(max(choice, 0), len(branches) - 1)], operands)
         if whole:
             return lockstep.emit(self, eqn, args)
@@ -214,9 +214,9 @@ class Flattener(Emitter):
         """Returns the inputs, flat equations and results of a branch."""
         inner, _ = compat.open_jaxpr(branch)
         invars = [compat.new_var(v.aval) for v in inner.invars]
-        # If a rank doesn't take this branch, it makes the branch's exchanges on zeros. On zeros, a
-        # loop might never end, so the ranks have to vote on the end of every loop in a branch.
-        # Inside a branch, the host can't choose any further branches, and loops aren't unrolled.
+        # A rank that doesn't take this branch makes its exchanges on zeros, and on zeros, a loop
+        # might never end. So in every loop inside a branch, the ranks vote on when to stop. The
+        # host can't choose any nested branches in there, and loops aren't unrolled.
         walker = Flattener(
             self.axes,
             self.wire,
@@ -233,7 +233,7 @@ class Flattener(Emitter):
         self.counters.update(walker.counters)
         self.until.update(walker.until)
         self.present.update(walker.present)
-        # Constants of a branch become additional operands, so that every branch is closed.
+        # Turn constants of a branch into extra operands, so that every branch is closed.
         return invars, walker.read(outs), outs
 
 

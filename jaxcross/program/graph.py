@@ -1,4 +1,4 @@
-"""Represents a traced step as a graph: which equations make, read and exchange each variable."""
+"""Represents a traced step as a graph: which equations compute, read and exchange each variable."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 class Group:
     """The exchanges of one collective segment, and host operations between them (cut rule 4).
 
-    If the step calls mpi4jax, the group is the unit. It may contain any equations, in the order in
-    which they're written (`as_written`). A group of carried exchanges (`carried`) also contains the
-    host operations that compute their operands from the step's inputs (`before`). If other
-    equations read the results of these operations, the operations are computed a second time in
-    another segment.
+    If the step calls mpi4jax, the group is the unit, which may contain any equations, in their
+    original order (`as_written`). A group of carried exchanges (`carried`) also includes the host
+    operations that compute their operands from the step's inputs (`before`). If other equations
+    read the results of these operations, the operations are repeated in another segment.
     """
 
     levels: tuple[tuple[int, ...], ...]
@@ -47,7 +46,7 @@ class Placement:
         groups: The exchanges of each collective segment.
         position: Equation -> its segment. `2 * g` computes before group `g`, `2 * g + 1` is that
             group, and the last position is the tail.
-        recomputed: Position -> equations of earlier positions that it runs a second time.
+        recomputed: Position -> equations of earlier positions that it repeats.
     """
 
     groups: Sequence[Group]
@@ -57,21 +56,20 @@ class Placement:
 
 @dataclass(slots=True)
 class Graph:
-    """The equations of a traced step, and which of them make, read and exchange each variable.
+    """The equations of a traced step, and which of them compute, read and exchange each variable.
 
     Equations are referred to by index.
 
     Attributes:
         wires: Equation -> its exchanges.
-        opaque: The equations in `wires` that hold their exchanges inside, i.e. loops.
-        ordered: The equations in `wires` that must stay in the order in which they are written,
-            whatever they depend on. These are mpi4jax's own calls, which a peer may answer one by
-            one.
-        followers: Equation -> ordered callbacks that must not come before it, although they read
-            none of its results.
-        level: Equation -> how many exchanges have to be made one after another before it. The level
-            is as low as the dependences allow, except for exchanges whose result is larger than
-            their operand, which are delayed.
+        opaque: The equations in `wires` whose exchanges are nested inside them, i.e. loops.
+        ordered: The equations in `wires` that must stay in their original order, regardless of what
+            they depend on. These are mpi4jax's own calls, which a peer may answer one by one.
+        followers: Equation -> ordered callbacks that must not come before it, even though they
+            don't read any of its results.
+        level: Equation -> how many exchanges have to be made before it, one after another. Levels
+            are as low as dependences allow, except for exchanges whose result is larger than their
+            operand, which are delayed.
     """
 
     traced: Traced
@@ -112,13 +110,13 @@ class Graph:
             for i in self.wires
             if any(not compat.is_named_axis_effect(e) for e in self.eqns[i].effects)
         )
-        # First compute the lowest possible levels. From these, `_late` works out how far we can
-        # delay each exchange whose result is larger than its operand.
+        # Start with the lowest possible levels. From these, `_late` works out how long to hold back
+        # exchanges whose result is larger than their operand.
         self.level = self._levels({})
         self.level = self._levels(self._late())
 
     def _chain_ordered(self) -> None:
-        """Adds dependences that keep callbacks with `ordered=True` in the order of the code."""
+        """Adds dependences that keep callbacks with `ordered=True` in program order."""
         last: dict[Any, int] = {}
         for i, eqn in enumerate(self.eqns):
             for effect in eqn.effects if i not in self.wires else ():
@@ -129,14 +127,14 @@ class Graph:
                     last[effect] = i
 
     def _levels(self, least: Mapping[int, int]) -> list[int]:
-        """Returns the lowest level of each equation that dependences and `least` allow."""
+        """Returns the lowest level that dependences and `least` allow for each equation."""
         found: list[int] = []
         last: int | None = None
         for i in range(len(self.eqns)):
             level = max((found[p] + (p in self.wires) for p in self.makers(i)), default=0)
             level = max(level, least.get(i, 0))
             if i in self.ordered:
-                # A loop is a segment of its own, after everything else of its level.
+                # A loop gets its own segment, after everything else of its level.
                 apart = last is not None and (i in self.opaque or last in self.opaque)
                 level = max(level, 0 if last is None else found[last] + apart)
                 last = i
@@ -144,17 +142,17 @@ class Graph:
         return found
 
     def _late(self) -> dict[int, int]:
-        """Returns the last level at which each enlarging exchange still delays no other exchange.
+        """Returns the latest level at which each enlarging exchange doesn't hold up any other.
 
-        An exchange whose result is larger than its operand should be made as late as possible,
-        because the result needs memory. For example, a gather of weights depends on nothing, so we
-        could gather the weights of all layers at the very beginning. But then all of them would be
-        in memory before the first matrix product needs one.
+        To save memory, an exchange whose result is larger than its operand should be made as late
+        as possible. For example, gathering weights doesn't depend on anything, so we could gather
+        the weights of all layers right at the start. But then all of them would be in memory before
+        the first matrix product needs any of them.
         """
         late: dict[int, int] = {}
         # Equation -> the lowest level of an exchange that depends on it.
         next_wire: dict[int, int] = {}
-        # Go backwards. An exchange must be at least one level before the first exchange that
+        # Go backwards: an exchange has to be at least one level ahead of the first exchange that
         # depends on it.
         for i in reversed(range(len(self.eqns))):
             after = [r for v in self.eqns[i].outvars for r in self.readers.get(v, ())]
@@ -180,9 +178,9 @@ class Graph:
         return self._makers[i]
 
     def ancestors(self, of: Sequence[int], stop: Mapping[int, Any], above: int = -1) -> set[int]:
-        """Returns the equations that `of` depend on and whose level is higher than `above`.
+        """Returns the equations that `of` depend on and whose level is above `above`.
 
-        Equations in `stop`, and what only they depend on, are left out.
+        Leaves out equations in `stop`, and anything that only they depend on.
         """
         seen: set[int] = set()
         stack = [p for i in of for p in self.makers(i)]
@@ -195,7 +193,7 @@ class Graph:
 
 
 def by_place(place: Mapping[int, int]) -> dict[int, list[int]]:
-    """Returns the equations of each position, in the order in which they are written."""
+    """Returns the equations at each position, in their original order."""
     found: dict[int, list[int]] = {}
     for i in sorted(place):
         found.setdefault(place[i], []).append(i)
@@ -210,9 +208,8 @@ def exchanges_of(eqn: compat.Equation, traced: Traced) -> tuple[Exchange, ...]:
     if not any(holds_exchange(j, traced.axes, traced.wire) for j in compat.sub_jaxprs(eqn)):
         return ()
     calls_once = eqn.primitive.name in INLINED
-    # Before the first step, the ranks compare the parameters of their exchanges. If an exchange is
-    # inside a loop, its parameters must therefore also say which kind of loop it is in, and how
-    # long the loop is.
+    # Ranks compare the parameters of their exchanges before the first step. For exchanges inside a
+    # loop, the parameters therefore include the kind of loop and its length.
     loop = [] if calls_once else [("loop", f"{eqn.primitive.name} {eqn.params.get('length', '?')}")]
     until = traced.until.get(eqn.outvars[0]) if eqn.outvars else None
     if until:
@@ -225,11 +222,11 @@ def exchanges_of(eqn: compat.Equation, traced: Traced) -> tuple[Exchange, ...]:
 
 
 def variables(atoms: Sequence[Any]) -> list[Any]:
-    """Returns the atoms that aren't literals, without repetitions and in order."""
+    """Returns the atoms that aren't literals, in order and without duplicates."""
     return list(dict.fromkeys(a for a in atoms if not isinstance(a, compat.Literal)))
 
 
 def nbytes(var: Any) -> int:
-    """Returns the bytes of a variable's array."""
+    """Returns the size of a variable's array in bytes."""
     size = int(np.prod(var.aval.shape, dtype=np.int64))
     return size * getattr(var.aval.dtype, "itemsize", 8)

@@ -1,6 +1,6 @@
-"""Copies arrays between the accelerator, which runs compute segments, and the host's CPU device.
+"""Copies arrays between the accelerator and the host's CPU device.
 
-Collective segments run on the host's CPU device.
+Compute segments run on the accelerator, collective segments on the CPU device.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ _PINNED = "pinned_host"
 
 
 def on_accelerator() -> bool:
-    """Whether compute segments run elsewhere than on the host, so that arrays must be copied."""
+    """Whether compute segments run on an accelerator, so that arrays have to be copied."""
     return jax.default_backend() != "cpu"
 
 
 def pinned_memory(places: Collection[Sharding], host: Any) -> Sharding | None:
     """Returns the pinned host memory of the accelerator that a program uses.
 
-    An accelerator's copy engine can only reach host memory that is pinned, and the CPU device can
-    then read this memory in place. On an H100, such a copy runs at 41 GB/s, whereas a copy to the
-    CPU device's own memory runs at 2 GB/s (`benchmarks/results/gpu_transfers.json`). Returns None
-    if there's no pinned memory, or if the program uses several accelerators.
+    An accelerator's copy engine can only access pinned host memory, which the CPU device can then
+    read in place. On an H100, such a copy runs at 41 GB/s, compared to 2 GB/s for copies to the CPU
+    device's own memory (`benchmarks/results/gpu_transfers.json`). Returns None if there's no pinned
+    memory, or if the program uses several accelerators.
 
     Args:
-        places: Where the arguments of a segment are; empty if JAX may place them.
+        places: Where the arguments of a segment are; empty if JAX is free to place them.
         host: The CPU device.
     """
     devices = {device for place in places for device in place.device_set} or {
@@ -50,7 +50,7 @@ def pinned_memory(places: Collection[Sharding], host: Any) -> Sharding | None:
 
 
 def on_device(memory: Sharding) -> Sharding:
-    """Returns where arrays in pinned memory belong: the default memory of their device."""
+    """Returns where arrays in pinned memory come from: the default memory of their device."""
     (device,) = memory.device_set
     return memory.with_memory_kind(device.default_memory().kind)
 
@@ -64,9 +64,9 @@ def can_be_pinned(aval: Aval) -> bool:
 
 
 def to_host(values: Sequence[Any], host: Any, through: Sequence[Sharding | None]) -> list[Any]:
-    """Returns one replica of each value on the host's CPU device.
+    """Returns a replica of each value on the host's CPU device.
 
-    Values that are there already aren't copied.
+    Values that are already there aren't copied.
 
     Args:
         values: Arrays on any devices.
@@ -93,8 +93,8 @@ def from_host(values: Sequence[Any], shardings: Sequence[Sharding | None]) -> li
     Doesn't wait for the copies.
     """
     moved = list(values)
-    # If a sharding only names a device, pass the device itself: with the sharding, JAX took twice
-    # as long.
+    # If a sharding just names a device, pass the device itself. JAX took twice as long with the
+    # sharding.
     places = [
         next(iter(s.device_set)) if isinstance(s, SingleDeviceSharding) else s for s in shardings
     ]

@@ -1,22 +1,21 @@
 """Decides which work between two exchanges stays on an accelerator's host (cut rule 4).
 
-Between two exchanges, there's usually some work. If it runs on the accelerator, it has to wait for
-two transfers, and for whatever other jobs have queued there. If it runs on the host, it blocks the
-thread that makes the exchanges, so it must not take longer than the exchanges themselves. We
-estimate both costs from shapes:
+There's usually some work to do between two exchanges. On the accelerator, it would have to wait for
+two transfers and for whatever other jobs have queued up there. On the host, it blocks the thread
+that makes the exchanges, so it mustn't take longer than the exchanges themselves. We estimate both
+costs from shapes:
 
-- A pass over memory costs as many bytes as it touches. XLA fuses elementwise operations with their
-  readers, so only reductions, dot products, gathers and the operands of exchanges cost anything.
+- A pass over memory costs as many bytes as it touches. Since XLA fuses elementwise operations with
+  their readers, only reductions, dot products, gathers and the operands of exchanges cost anything.
   Matrix products run on the accelerator.
-- If the accelerator would have to transfer an array for this work alone, the array's bytes count as
-  well.
-- Constants are free: the host has a copy of each constant that it reads, made once
+- Arrays that the accelerator would have to transfer just for this work count as well.
+- Constants are free: the host gets its own copy of each constant that it reads, just once
   (`stages.compile`).
-- For each byte that's exchanged, the host may touch `MOST_TOUCHED` bytes. We assume that a host
-  touches 6 GB/s; no result file measures this number. On networks of up to 6 Gbit/s, the work then
-  ends before the exchanges do.
-- The first `ROUND_TRIP_BYTES` are free, because transferring even one small array each way takes
-  longer.
+- The host may touch `MOST_TOUCHED` bytes per exchanged byte. If a host touches 6 GB/s (an
+  assumption that no result file backs up), the work is done before the exchanges are on networks of
+  up to 6 Gbit/s.
+- The first `ROUND_TRIP_BYTES` are free, because even transferring a small array there and back
+  takes longer.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from jaxcross.program.op_cost import ARITHMETIC, EXACT, FREE, HOST_OPS, MOST_TOU
 ROUND_TRIP_BYTES = 5_000_000
 """How many bytes a host touches in 0.8 ms, at 6 GB/s.
 
-In that time, an H100 transfers 1 MB in each direction (gpu_transfers.json).
+That's how long it takes an H100 to transfer 1 MB in each direction (gpu_transfers.json).
 """
 _SHIFTS = frozenset({"shift_left", "shift_right_arithmetic", "shift_right_logical"})
 _PASSES = frozenset(
@@ -64,7 +63,7 @@ _FORWARDS = (RESHAPED | _PASSES) - {"stack"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Op:
-    """An equation, possibly one from inside a call."""
+    """An equation, possibly from inside a call."""
 
     name: str
     gets: Sequence[Any]
@@ -95,18 +94,16 @@ class HostWork:
         known: set[Any],
         moved: int,
     ) -> bool:
-        """Whether the host does this work faster than the accelerator, transfers included.
+        """Whether the host gets this work done faster than the accelerator, including transfers.
 
-        The result is identical across ranks, because it depends only on shapes that follow from the
-        exchanges.
+        Identical across ranks, because it only depends on shapes that follow from the exchanges.
 
         Args:
-            between: The equations of the work.
+            between: The equations that make up the work.
             exchanges: The exchanges that need the work.
             inside: Equations whose results are already on the host.
-            known: Arrays whose shapes follow from the exchanges. This function adds further arrays
-                for which it finds that they do.
-            moved: Bytes of the exchanges before and after the work.
+            known: Arrays whose shapes follow from the exchanges. Any others that we find are added.
+            moved: Bytes exchanged right before and after the work.
         """
         eqns = [self._graph.eqns[i] for i in sorted(between)]
         ops = list(_opened(eqns))
@@ -114,8 +111,8 @@ class HostWork:
             op.name not in _ALLOWED or _reuses(op) for op in ops
         ):
             return False
-        # The shape of a gather's result depends on its index. We accept constant indices, although
-        # they may differ between ranks (`_made_of_constants`).
+        # The shape of a gather's result depends on its index. Constant indices are fine, even
+        # though they may differ between ranks (`_made_of_constants`).
         known |= {
             v for op in ops if op.name == "gather" for v in variables(op.gets[1:])
         } & self._constant
@@ -123,20 +120,19 @@ class HostWork:
             return False
         made = {v for op in ops for v in op.makes}
         sent = {v for i in exchanges for v in variables(self._graph.eqns[i].invars)}
-        # The accelerator would have to transfer the remaining operands for this work alone.
+        # The accelerator would have to transfer the remaining operands just for this work.
         brought = {v for op in ops for v in variables(op.gets)} - made - self._constant
         brought = {v for v in brought if self._graph.maker.get(v) not in inside}
-        # An operand of an exchange must be written to memory, even if the operation that makes it
-        # would otherwise be fused.
+        # Operands of exchanges have to be written to memory, even if the operation that computes
+        # them would otherwise be fused.
         touched = sum(map(_touched, ops)) + sum(map(nbytes, (made & sent) | brought))
         return touched <= max(MOST_TOUCHED * moved, ROUND_TRIP_BYTES)
 
     def repeated(self, between: Collection[int]) -> frozenset[int]:
-        """Returns the operations on constants alone whose results this work reads.
+        """Returns the operations on nothing but constants whose results this work reads.
 
-        Such operations compute e.g. indices, masks or the rank's number. They run a second time, on
-        the host, because otherwise the accelerator would have to transfer their results on every
-        step.
+        These compute things like indices, masks or the rank's number. We repeat them on the host,
+        because otherwise the accelerator would have to transfer their results on every step.
         """
         found: set[int] = set()
         stack = [p for i in between for p in self._graph.makers(i)]
@@ -153,12 +149,12 @@ class HostWork:
 
 
 def _made_of_constants(graph: Graph) -> set[Any]:
-    """Returns the step's constants, and what's computed from them alone and exactly.
+    """Returns the step's constants, and whatever can be computed exactly from them alone.
 
-    Constants may differ between ranks, because a step may derive one from the shape of its batch.
-    If such a constant is used as an index between two exchanges, ranks may make different decisions
-    about the work there. That doesn't go unnoticed, because the ranks compare their exchanges
-    before their first step.
+    Constants may differ between ranks, because a step may derive them from the shape of its batch.
+    If such a constant is used as an index between two exchanges, ranks might come to different
+    decisions about the work there. They'd notice this, because they compare their exchanges before
+    the first step.
     """
     inner, _ = compat.open_jaxpr(graph.traced.jaxpr)
     found = set(inner.invars[: len(graph.traced.consts)])
@@ -186,7 +182,7 @@ def _exact(op: _Op) -> bool:
 
 
 def _opened(eqns: Sequence[Any]) -> Iterator[_Op]:
-    """Yields equations; a call is replaced by the equations inside it."""
+    """Yields equations, replacing each call with the equations inside it."""
     for eqn in eqns:
         name = eqn.primitive.name
         body = next(compat.sub_jaxprs(eqn), None) if name in compat.INLINED else None
@@ -194,7 +190,7 @@ def _opened(eqns: Sequence[Any]) -> Iterator[_Op]:
             yield _Op(name=name, gets=eqn.invars, makes=eqn.outvars, params=eqn.params)
             continue
         inner, _ = compat.open_jaxpr(body)
-        # Another call may have the same body, so the variables inside are renamed.
+        # Rename the variables inside, because another call may have the same body.
         names = dict(zip(inner.invars, eqn.invars, strict=True))
         for op in _opened(inner.eqns):
             names.update((v, compat.new_var(v.aval)) for v in op.makes)
@@ -215,7 +211,7 @@ def _renamed(atom: Any, names: dict[Any, Any]) -> Any:
 def _sized(ops: Sequence[_Op], known: set[Any], constant: Collection[Any]) -> bool:
     """Whether all shapes except those of constants follow from the shapes in `known`.
 
-    Adds the arrays for which they do to `known`.
+    Adds the arrays for which that's the case to `known`.
     """
     arrays = [
         ([a for a in variables(op.gets) if a.aval.shape], [v for v in op.makes if v.aval.shape])
@@ -225,7 +221,8 @@ def _sized(ops: Sequence[_Op], known: set[Any], constant: Collection[Any]) -> bo
     while len(known) != before:
         before = len(known)
         for op, (gets, makes) in zip(ops, arrays, strict=True):
-            # If a broadcast enlarges its operand, nothing says which shape its result has.
+            # If a broadcast enlarges its operand, we can't tell where its result gets its shape
+            # from.
             enlarges = op.name in FREE and sum(map(nbytes, makes)) != sum(map(nbytes, gets))
             if op.name in _FORWARDS or (op.name in FREE and not enlarges):
                 known.update(makes if known.issuperset(gets) else ())
@@ -238,15 +235,15 @@ def _touched(op: _Op) -> int:
     """Returns the bytes that an operation touches; 0 if it's fused with its reader."""
     if op.name not in _PASSES:
         return 0
-    if op.name == "gather":  # reads only as much of its operand as it makes
+    if op.name == "gather":  # reads no more of its operand than it returns
         return 2 * sum(map(nbytes, op.makes)) + sum(map(nbytes, variables(op.gets[1:])))
     return sum(map(nbytes, (*variables(op.gets), *op.makes)))
 
 
 def _reuses(op: _Op) -> bool:
-    """Whether an operation uses its operands' elements several times, like a matrix product.
+    """Whether an operation uses its operands' elements more than once, like a matrix product.
 
-    The cost of such an operation doesn't follow from its bytes, because it makes more
+    Its bytes don't tell us how expensive such an operation is, because it performs more
     multiplications than its operands have elements.
     """
     if op.name != "dot_general":

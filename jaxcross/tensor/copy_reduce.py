@@ -1,10 +1,10 @@
-"""The two collectives of 1-D tensor parallelism, with derivatives of their own.
+"""The two collectives of 1-D tensor parallelism, with custom derivatives.
 
-Every rank computes a copy of the same global loss, and we want the gradient of that single loss.
-JAX computes something else if the axes are bound by `vmap`, by `crossover`, or by
-`shard_map(check_vma=False)`: there, it transposes `psum` to `psum`, as if the ranks' copies were
-separate losses to be added up. So in these cases we define the forward and the backward pass
-ourselves. Under `check_vma=True`, JAX's own transposes are right, and we use them.
+Every rank computes its own copy of the same global loss, and we want the gradient of that single
+loss. JAX computes something else if the axes are bound by `vmap`, by `crossover`, or by
+`shard_map(check_vma=False)`: it transposes `psum` to `psum`, as if the copies were separate losses
+to be added up. In these cases, we define the forward and backward passes ourselves. Under
+`check_vma=True`, JAX gets the transposes right, so we leave them alone.
 """
 
 from __future__ import annotations
@@ -21,32 +21,33 @@ Arrays = TypeVar("Arrays")
 
 
 def copy_to(x: Arrays, axes: Axes) -> Arrays:
-    """Returns `x`, which is equal on all ranks of `axes`. Sums its gradient over these ranks.
+    """Returns `x`, which is equal on all ranks of `axes`, and sums its gradient over these ranks.
 
-    Use it before a computation that's divided among the ranks, e.g. a dense layer of which each
-    rank computes a part of the output. The forward pass sends nothing. In the backward pass, each
-    rank only has the contribution of its own part to the gradient of `x`, so an all-reduce adds up
-    the contributions. This is Megatron-LM's operator f (arXiv 1909.08053, section 3).
+    Use it in front of a computation that's divided among the ranks, such as a dense layer where
+    each rank computes part of the output. The forward pass doesn't send anything. In the backward
+    pass, each rank only knows its own part's contribution to the gradient of `x`, so the
+    contributions are summed by an all-reduce. This is the operator f in Megatron-LM (arXiv
+    1909.08053, section 3).
 
     Args:
         x: A tree of arrays.
-        axes: Axis names. If empty, nothing is ever communicated.
+        axes: Axis names. If empty, there's no communication at all.
     """
     copy: Any = vary_over if checks_varying() else _copy_to
     return jax.tree.map(lambda leaf: copy(leaf, axes), x) if axes else x
 
 
 def reduce_from(x: Arrays, axes: Axes) -> Arrays:
-    """Returns the sum of `x` over the ranks of `axes`. Each rank receives the whole gradient.
+    """Returns the sum of `x` over the ranks of `axes`, each of which receives the whole gradient.
 
     Use it after a computation that's divided among the ranks, to add up their partial results. The
-    forward pass makes one all-reduce, after which all ranks of `axes` continue with the same sum.
-    The backward pass sends nothing, because every rank already has the sum's gradient. This is
-    Megatron-LM's operator g.
+    forward pass performs an all-reduce, after which all ranks of `axes` continue with the same sum.
+    The backward pass doesn't send anything, because every rank already has the gradient of the sum.
+    This is the operator g in Megatron-LM.
 
     Args:
         x: A tree of arrays.
-        axes: Axis names. If empty, nothing is ever communicated.
+        axes: Axis names. If empty, there's no communication at all.
     """
     reduce: Any = jax.lax.psum if checks_varying() else _reduce_from
     return jax.tree.map(lambda leaf: reduce(leaf, axes), x) if axes else x

@@ -1,19 +1,19 @@
-"""What one rank's training step of a `Transformer` costs: messages, bytes, operations and memory.
+"""What a training step of a `Transformer` costs a rank: messages, bytes, operations and memory.
 
-It also estimates the step's time with an alpha-beta model:
+The time of a step is estimated with an alpha-beta model:
 
     seconds = alpha_s * messages + received_bytes / bytes_per_s + operations / operations_per_s
 
-All of this is computed from the model's shapes, without running a step or sending anything. The
-numbers of bytes are exact: a test compares them with the exchanges in a traced step. The time is
-only an estimate. It assumes that exchanges and computation don't overlap, that all links are
-equally fast, and that each collective receives the minimum number of bytes.
+Everything is derived from the model's shapes, without running a step or sending anything. The byte
+counts are exact: a test compares them with the exchanges in a traced step. The time is only an
+estimate, which assumes that exchanges and computation don't overlap, that all links are equally
+fast, and that each collective receives the minimum number of bytes.
 
 If each of P ranks contributes n bytes, a rank receives:
 
-- 2(P-1)/P n bytes in 2(P-1) messages in an all-reduce (as a ring),
-- (P-1) n bytes in P-1 messages in an all-gather,
-- (P-1)/P n bytes in P-1 messages in a reduce-scatter.
+- 2(P-1)/P n bytes in 2(P-1) messages for an all-reduce (as a ring),
+- (P-1) n bytes in P-1 messages for an all-gather,
+- (P-1)/P n bytes in P-1 messages for a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ Shapes = list[tuple[tuple[int, ...], Role]]  # global shapes of parameters, with
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Constants of the ranks and of the network between them, which you measure yourself.
+    """The speed of the ranks and of the network between them, which you measure yourself.
 
     All ranks are assumed to be equally fast.
 
     Attributes:
-        alpha_s: Seconds that each message takes in addition to the time for its bytes.
-        bytes_per_s: Bytes per second that a rank receives.
-        operations_per_s: Floating-point operations per second of one rank, in matrix products of
-            the model's shapes.
+        alpha_s: Seconds that each message takes on top of the time for its bytes.
+        bytes_per_s: Bytes that a rank receives per second.
+        operations_per_s: Floating-point operations that a rank performs per second in matrix
+            products of the model's shapes.
     """
 
     alpha_s: float
@@ -59,8 +59,8 @@ class Cost:
         received_bytes: Number of bytes that the rank receives over the network.
         operations: Number of floating-point operations in the matrix products. A multiplication
             followed by an addition counts as two.
-        weights_bytes: Size of the rank's parameters alone. With Adam, the optimizer state adds
-            twice as much, and gradients temporarily take further memory.
+        weights_bytes: Size of the rank's parameters alone. Adam's state takes up twice as much on
+            top of that, and gradients temporarily need memory, too.
     """
 
     messages: int = 0
@@ -98,9 +98,9 @@ class Cost:
 
 
 def step_cost(model: Transformer, batch: int, length: int) -> Cost:
-    """Returns what it costs one rank to compute the loss and its gradients.
+    """Returns what it costs a rank to compute the loss and its gradients.
 
-    This includes `cross_entropy`, but no exchanges of the optimizer.
+    This includes `cross_entropy`, but none of the optimizer's exchanges.
 
     ```python
     model = tensor.Transformer(50304, 4096, 32, 64, 512, tensor.Mesh(side=4, depth=4))
@@ -108,13 +108,13 @@ def step_cost(model: Transformer, batch: int, length: int) -> Cost:
     ```
 
     Args:
-        model: A float32 model. Its mesh may have any size.
-        batch: Number of sequences on all ranks together.
+        model: A float32 model on a mesh of any size.
+        batch: Total number of sequences across all ranks.
         length: Number of tokens per sequence.
 
     Raises:
-        ValueError: The model isn't float32, or it can't compute such a batch, because the sequences
-            are too long, or because the batch or the heads can't be cut into equal parts.
+        ValueError: The model isn't float32, or it can't process such a batch because the sequences
+            are too long, or because the batch or the heads can't be divided equally.
     """
     if any(jnp.dtype(kind) != jnp.float32 for kind in (model.dtype, model.param_dtype)):
         raise ValueError(
@@ -126,7 +126,7 @@ def step_cost(model: Transformer, batch: int, length: int) -> Cost:
         raise ValueError(
             f"A step of {batch} sequences of {length} tokens computes nothing: both count from 1."
         )
-    # Trace the model's initialisation, only to let the model raise its own errors.
+    # Trace the model's initialisation, just so that the model raises its own errors.
     partition(model.clone(layers=1), jax.ShapeDtypeStruct((batch, length), jnp.int32))
     mesh = model.mesh
     h = model.features
@@ -151,7 +151,7 @@ def step_cost(model: Transformer, batch: int, length: int) -> Cost:
 
 
 def _block(model: Transformer, tokens: int, length: int) -> Cost:
-    """Returns the cost of both passes of a block.
+    """Returns the cost of a block's forward and backward pass.
 
     If the block is rematerialised, this includes a second forward pass.
     """
@@ -187,9 +187,9 @@ def _block_shapes(h: int) -> Shapes:
 
 
 def _dense(mesh: Mesh, tokens: int, k: int, n: int, cut: str) -> tuple[Cost, Cost]:
-    """Returns the costs of the forward and the backward pass of a dense layer.
+    """Returns the costs of a dense layer's forward and backward pass.
 
-    The layer multiplies a matrix of tokens x k by one of k x n, on a grid with SUMMA.
+    The layer multiplies a tokens x k matrix by a k x n matrix, using SUMMA on a grid.
     """
     work = Cost(operations=2 * tokens * k * n // mesh.size(mesh.inner))
     if mesh.col:
@@ -233,7 +233,7 @@ def _loss(mesh: Mesh, tokens: int) -> Cost:
 def _parameters(mesh: Mesh, shapes: Shapes) -> Cost:
     """Returns the memory of a rank's parameters, and the cost of summing their gradients.
 
-    The gradients are summed over ranks that have different data.
+    Gradients are summed over ranks that have different data.
     """
     cost = Cost()
     for shape, role in shapes:

@@ -1,13 +1,13 @@
 """Flax layers over a mesh: dense, layer and RMS normalisation, token and position embedding.
 
-Each layer has a single implementation, which works on all meshes. On `Mesh()`, i.e. on one rank,
-it's the ordinary layer. On a larger mesh, each rank holds some blocks of the parameters, and the
-ranks exchange data with named-axis collectives in both passes. The parameters are drawn from the
-same key on all ranks, so their values don't depend on the mesh.
+Each layer has a single implementation that works on every mesh. On `Mesh()`, i.e. a single rank,
+it's the ordinary layer. On larger meshes, each rank holds some blocks of the parameters, and the
+ranks exchange data in both passes, using named-axis collectives. The parameters' values don't
+depend on the mesh, because all ranks draw them from the same key.
 
-Between the blocks of a model, a tensor's features are cut over the axis `mesh.hidden`, and inside a
-block over `mesh.inner`. Several ranks may hold a copy of the same part of a parameter. The backward
-pass then sums the parameter's gradient over these ranks, so that their copies stay equal.
+Features are split across the axis `mesh.hidden` between the blocks of a model, and across
+`mesh.inner` inside a block. If several ranks hold copies of the same part of a parameter, the
+backward pass sums its gradient over these ranks, which keeps the copies equal.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ def parameter(
 ) -> jax.Array:
     """Returns this rank's part of a parameter of `module`.
 
-    Several ranks may hold the same part of the parameter, but work on different parts of the batch.
-    The backward pass then sums the gradient over these ranks with one all-reduce, so that all of
-    them get the same gradient and their copies stay equal. The forward pass sends nothing.
+    Several ranks may hold the same part of the parameter while working on different parts of the
+    batch. In that case, the backward pass sums the gradient over these ranks with a single
+    all-reduce, so they all get the same gradient and their copies stay equal. The forward pass
+    doesn't send anything.
 
-    To initialise the parameter, every rank draws the whole array from the same key, and cuts its
-    own part out of it. So the initial values are those of the serial model, whatever the mesh. The
-    price is that memory temporarily holds the whole array.
+    To initialise the parameter, every rank draws the whole array from the same key and keeps only
+    its own part. That way, you get the serial model's initial values regardless of the mesh. The
+    downside is that the whole array temporarily has to fit in memory.
 
     Args:
         module: A module with the fields `mesh` and `param_dtype`.
@@ -48,7 +49,7 @@ def parameter(
         role: Determines how the parameter is cut.
 
     Raises:
-        ValueError: A dimension can't be cut into equal parts, or the step's axes aren't the mesh's.
+        ValueError: A dimension can't be divided equally, or the step's axes don't match the mesh.
     """
     mesh: Mesh = module.mesh
     spec: Any = mesh.spec(role)
@@ -65,14 +66,14 @@ def parameter(
 class Dense(nn.Module):
     """Computes `y = x W + b`: column- or row-parallel on a line of ranks, with SUMMA on a grid.
 
-    Use a `"column"` layer as the first layer of a block, and a `"row"` layer as the last one. The
-    column layer turns features that are cut as they are between blocks into features that are cut
-    as they are inside a block: `[..., hidden]` into `[..., inner]`. The row layer does the reverse.
+    Start a block with a `"column"` layer, and end it with a `"row"` layer. The column layer
+    switches from the way features are cut between blocks to the way they're cut inside a block,
+    i.e. from `[..., hidden]` to `[..., inner]`. The row layer does the reverse.
 
-    On a line of ranks (1-D; Megatron-LM, section 3), a column layer all-reduces the gradient of its
-    input in the backward pass, and a row layer all-reduces its output in the forward pass. On a
-    grid (2-D and 2.5-D), both kinds multiply with `summa.ab`, and the gradients of the weights are
-    summed over the axis `depth`.
+    On a line of ranks (1-D; Megatron-LM, section 3), a column layer all-reduces its input's
+    gradient in the backward pass, and a row layer all-reduces its output in the forward pass. On a
+    grid (2-D and 2.5-D), both kinds multiply with `summa.ab`, and the weights' gradients are summed
+    over the axis `depth`.
 
     Attributes:
         features: Global length of the output's last dimension.
@@ -80,12 +81,12 @@ class Dense(nn.Module):
         cut: `"column"` or `"row"`.
         use_bias: Whether to add the bias b.
         dtype: Type in which the layer computes and exchanges data.
-        param_dtype: Type of the parameters, in which their gradients are summed.
+        param_dtype: Type of the parameters, in which their gradients are summed as well.
         kernel_init, bias_init: Functions that take a key, a global shape and a type, and return
             the initial array.
 
     Raises:
-        ValueError: The shape can't be cut into equal parts, or `cut` isn't one of these values.
+        ValueError: The shape can't be divided equally, or `cut` is something else.
     """
 
     features: int
@@ -129,15 +130,15 @@ class Dense(nn.Module):
 class LayerNorm(nn.Module):
     """Layer normalisation of `[..., hidden]`.
 
-    In 2-D, a token's features are cut over ranks, so the ranks have to sum over them. The forward
-    pass makes two all-reduces of one number per token, for the mean and for the variance. The
-    backward pass makes one all-reduce of two numbers per token. In 1-D, every rank holds all
-    features, and nothing is sent. The variance is computed after the mean has been subtracted, at
-    least in float32.
+    In 2-D, a token's features are split across ranks, so summing over them requires communication.
+    The forward pass performs two all-reduces of one number per token, for the mean and for the
+    variance, and the backward pass performs a single all-reduce of two numbers per token. In 1-D,
+    every rank holds all features, so nothing is sent. The variance is computed after subtracting
+    the mean, at least in float32.
 
     Attributes:
         mesh: The ranks.
-        epsilon: Constant that's added to the variance.
+        epsilon: Constant added to the variance.
         dtype: Type of the result.
         param_dtype: Type of the parameters `scale` and `bias`.
     """
@@ -159,13 +160,13 @@ class LayerNorm(nn.Module):
 class RMSNorm(nn.Module):
     """RMS normalisation of `[..., hidden]`.
 
-    On a grid (2-D), a token's features are cut over several ranks. So the forward and the backward
-    pass each make an all-reduce of one number per token. In 1-D, every rank has all features of its
-    tokens, and nothing is sent.
+    On a grid (2-D), a token's features are split across several ranks, so the forward and backward
+    passes each need an all-reduce of one number per token. In 1-D, every rank has all features of
+    its tokens, so nothing is sent.
 
     Attributes:
         mesh: The ranks.
-        epsilon: Constant that's added to the mean of squares.
+        epsilon: Constant added to the mean of squares.
         dtype: Type of the result.
         param_dtype: Type of the parameter `scale`.
     """
@@ -183,17 +184,17 @@ class RMSNorm(nn.Module):
 class Embedding(nn.Module):
     """Turns tokens `[batch, length]` into vectors `[batch, length, hidden]`, and back.
 
-    The result is the sum of a vector for the token and a vector for its position. In 1-D, each rank
-    holds the vectors of a part of the vocabulary. It looks up the tokens that are in its part, and
-    an all-reduce in the forward pass combines the ranks' results (Megatron-LM, section 3). In 2-D,
-    the token table is cut into blocks. A rank gathers its column of blocks in the forward pass, and
-    the backward pass reduce-scatters the column's gradient.
+    Each token's vector is added to the vector of its position. In 1-D, each rank holds the vectors
+    for part of the vocabulary and looks up the tokens that fall into its part; an all-reduce in the
+    forward pass then combines the results (Megatron-LM, section 3). In 2-D, the token table is cut
+    into blocks. Each rank gathers its column of blocks in the forward pass, and reduce-scatters the
+    column's gradient in the backward pass.
 
     Attributes:
-        vocabulary: Number of rows of the token table. A token outside 0 to `vocabulary - 1` gets a
+        vocabulary: Number of rows in the token table. Tokens outside of 0 to `vocabulary - 1` get a
             vector of NaN.
         features: Global number of features.
-        positions: Number of rows of the position table, or 0 for no position table.
+        positions: Number of rows in the position table, or 0 for no position table.
         mesh: The ranks.
         dtype: Type of the result.
         param_dtype: Type of the tables.
@@ -201,7 +202,7 @@ class Embedding(nn.Module):
             table.
 
     Raises:
-        ValueError: A table can't be cut into equal parts, or `length` exceeds `positions`.
+        ValueError: A table can't be divided equally, or `length` exceeds `positions`.
     """
 
     vocabulary: int
@@ -243,11 +244,11 @@ class Embedding(nn.Module):
         return x + self.places[:length].astype(self.dtype)
 
     def attend(self, x: jax.Array) -> jax.Array:
-        """Turns `[..., hidden]` into logits `[..., vocabulary]`, which are cut over `mesh.inner`.
+        """Turns `[..., hidden]` into logits `[..., vocabulary]`, split across `mesh.inner`.
 
-        Use this as the last layer of a model whose input and output share one token table. In 2-D,
-        it computes the product `summa.abt`. In 1-D, the backward pass all-reduces the gradient of
-        the input.
+        Use this as the last layer of a model that shares a token table between input and output. In
+        2-D, it computes the product `summa.abt`. In 1-D, the backward pass all-reduces the gradient
+        of the input.
         """
         mesh = self.mesh
         table = self.table.astype(self.dtype)
@@ -275,9 +276,9 @@ def in_vocabulary(labels: jax.Array, vocabulary: int) -> jax.Array:
 
 
 def _rows(table: jax.Array, mesh: Mesh) -> jax.Array:
-    # We don't have to define a derivative for this all-gather. JAX transposes it to a
-    # reduce-scatter, which is right on every backend. For the backward pass, only the tokens have
-    # to stay in memory.
+    # There's no need to define a derivative for this all-gather. JAX transposes it to a
+    # reduce-scatter, which is right on every backend, and only the tokens have to be kept in memory
+    # for the backward pass.
     return jax.lax.all_gather(table, *mesh.row, axis=0, tiled=True)
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that is cut over ranks."""
+"""Cross-entropy over a vocabulary that's split across ranks."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ def cross_entropy(
 ) -> jax.Array:
     """Returns the mean of `-log softmax(logits)[label]` over all ranks' tokens, as a scalar.
 
-    The result is the same on every rank: the sum of all tokens' losses, divided by the number of
-    tokens in the *global* batch (or by the sum of their weights). We don't divide by the number of
-    this rank's tokens, so the sum of the ranks' gradients is the gradient of the serial model.
+    The result is the same on every rank: the total loss of all tokens, divided by the number of
+    tokens in the *global* batch (or by the sum of their weights). Since we don't divide by the
+    number of tokens on this rank, the ranks' gradients add up to the gradient of the serial model.
 
-    A token's logits are spread over the ranks of `mesh.inner`. To compute the softmax, these ranks
-    make two all-reduces: one for the largest logit of each token, and one for two sums per token.
-    Then the losses of all tokens, and the weights if there are any, are summed over `mesh.batch`.
-    The backward pass sends nothing. All of this is computed at least in float32.
+    A token's logits are spread over the ranks of `mesh.inner`, so computing the softmax takes two
+    all-reduces: one for each token's largest logit, and one for two sums per token. The losses of
+    all tokens (and the weights, if there are any) are then summed over `mesh.batch`. The backward
+    pass doesn't send anything. Everything is computed at least in float32.
 
     Args:
         logits: `[..., vocabulary / ranks]`, this rank's columns for its own tokens.
         labels: `[...]`, integers from 0 to `vocabulary - 1`, for the same tokens. With any other
-            label, a token's loss and gradient are NaN, unless the token's weight is 0.
+            label, a token's loss and gradient become NaN, unless its weight is 0.
         mesh: The ranks.
-        weights: `[...]`, each token's weight. A token with the weight 0 is left out, whatever its
-            label and logits are. If its logits are infinite or NaN, their gradient is 0. The sum of
-            all ranks' weights must be positive.
+        weights: `[...]`, each token's weight. Tokens with a weight of 0 are left out, no matter
+            what their labels and logits are; where logits are infinite or NaN, their gradient is 0.
+            The sum of all ranks' weights must be positive.
 
     Raises:
-        ValueError: The shape of `labels` or `weights` isn't that of `logits` without the last
+        ValueError: `labels` or `weights` don't have the shape of `logits` without the last
             dimension.
 
     Source: Shoeybi et al., arXiv 1909.08053, section 3; for the grid, Xu et al., arXiv 2104.05343,
@@ -50,9 +50,9 @@ def cross_entropy(
     x = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if weights is not None:
         # A weight of 0 is supposed to leave a token out. But if the token's logits are NaN or
-        # infinite, 0 times its loss is NaN, in the backward pass as well. So we replace such logits
-        # by 0. We don't replace finite logits, because they're needed for the derivative with
-        # respect to the weight.
+        # infinite, 0 times its loss is still NaN, in the backward pass as well, so we replace these
+        # logits with 0. Finite logits have to stay, because the derivative with respect to the
+        # weight depends on them.
         left_out = (weights == 0) & ~jnp.all(jnp.isfinite(x), -1)
         x = jnp.where(left_out[..., None], 0, x)
     largest = jax.lax.stop_gradient(jnp.max(x, -1))

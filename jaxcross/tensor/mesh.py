@@ -1,8 +1,8 @@
-"""The mesh of ranks that hold one model, and how a tensor of each role is cut over it.
+"""The mesh of ranks that hold a model, and how tensors are cut over it depending on their role.
 
-We support three layouts: Megatron-LM's 1-D layout (arXiv 1909.08053), Optimus' 2-D layout (arXiv
-2104.05343), and the 2.5-D layout of SUMMA2.5-LM and Tesseract (arXiv 2105.14500). A mesh that
-consists of a single rank gives the serial model. This module is pure, and doesn't communicate.
+There are three layouts: Megatron-LM's 1-D layout (arXiv 1909.08053), Optimus' 2-D layout (arXiv
+2104.05343), and the 2.5-D layout of SUMMA2.5-LM and Tesseract (arXiv 2105.14500). A mesh with just
+one rank gives you the serial model. This module is pure and doesn't communicate.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 
 ArrayT = TypeVar("ArrayT", np.ndarray, jax.Array)
 
-# How a parameter is cut depends on its role in the model. For each role, these tables contain the
-# axis over which each of the parameter's dimensions is cut, or None if that dimension isn't cut.
-# Nothing else determines how grids and lines of ranks store a model.
+# How a parameter is cut depends on its role in the model. For each role, these tables list the axis
+# over which each dimension of the parameter is cut, or None for dimensions that aren't cut. Nothing
+# else determines how a model is stored on a grid or a line of ranks.
 _GRID: dict[Role, Spec] = {
     "column": ("row", "col"),
     "row": ("row", "col"),
@@ -47,12 +47,12 @@ _LINE: dict[Role, Spec] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """The ranks that hold one model, as a grid with named axes.
+    """The ranks that hold a model, as a grid with named axes.
 
     `Mesh()` is the serial model, `Mesh(tensor=p)` is 1-D, `Mesh(side=q)` is 2-D on q x q ranks, and
-    `Mesh(side=q, depth=d)` is 2.5-D on q x q x d ranks. With `data=n`, there are n replicas of such
-    a mesh. Ranks are numbered in row-major order over `axes`. You pass the mesh to the layers,
-    which use its axes by name. It must be the same on every rank.
+    `Mesh(side=q, depth=d)` is 2.5-D on q x q x d ranks. Add `data=n` for n replicas of any of
+    these. Ranks are numbered in row-major order over `axes`. You pass the mesh to the layers, which
+    refer to its axes by name. It must be the same on every rank.
 
     ```python
     mesh = jaxcross.tensor.Mesh(side=2, depth=2)
@@ -60,13 +60,13 @@ class Mesh:
     ```
 
     Attributes:
-        data: Number of replicas of the other axes. Each replica gets a part of the batch.
+        data: Number of replicas of the rest of the mesh, each of which gets part of the batch.
         tensor: Number of ranks along the axis `tensor` (1-D).
-        depth: Number of layers of the grid along the axis `depth` (2.5-D). All layers hold the same
-            weights, but have different data.
-        side: Number of ranks along `row`, and also along `col` (2-D, 2.5-D).
-        whole: Whether all parts are held by a single rank. A model is saved in this form, and the
-            ranks' parts are cut from it.
+        depth: Number of layers of the grid along the axis `depth` (2.5-D). They all hold the same
+            weights, but work on different data.
+        side: Number of ranks along `row` and along `col` (2-D, 2.5-D).
+        whole: Whether a single rank holds all parts. Models are saved in this form, and the ranks'
+            parts are cut from it.
 
     Raises:
         ValueError: A size is below 1, or both a line and a grid are requested.
@@ -94,9 +94,9 @@ class Mesh:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The number of ranks along each axis, outermost first, as you pass it to `crossover`.
+        """The number of ranks along each axis, outermost first, ready to be passed to `crossover`.
 
-        Contains only axes with more than one rank, or `{"data": 1}` if there are none.
+        Only includes axes with more than one rank, or `{"data": 1}` if there aren't any.
         """
         return {name: size for name, size in self._sizes().items() if size > 1} or {"data": 1}
 
@@ -107,7 +107,7 @@ class Mesh:
 
     @property
     def row(self) -> tuple[str, ...]:
-        """The axis over which the rows of a matrix are cut in 2-D and 2.5-D, otherwise empty.
+        """The axis over which a matrix's rows are cut in 2-D and 2.5-D, otherwise empty.
 
         Also empty on a whole mesh.
         """
@@ -115,7 +115,7 @@ class Mesh:
 
     @property
     def col(self) -> tuple[str, ...]:
-        """The axis over which the columns of a matrix are cut in 2-D and 2.5-D, otherwise empty.
+        """The axis over which a matrix's columns are cut in 2-D and 2.5-D, otherwise empty.
 
         Also empty on a whole mesh.
         """
@@ -125,9 +125,9 @@ class Mesh:
     def batch(self) -> tuple[str, ...]:
         """The axes over which the batch is cut.
 
-        The batch is cut into one chunk per position along these axes. The rank at position `(data,
-        depth, row)` gets chunk `(data d + depth) q + row`, where d is the number of layers and q
-        the side of the grid (SUMMA2.5-LM, section 3).
+        There's one chunk per position along these axes. The rank at position `(data, depth, row)`
+        gets chunk `(data d + depth) q + row`, where d is the number of layers and q is the side of
+        the grid (SUMMA2.5-LM, section 3).
         """
         return self._live("data", "depth", "row")
 
@@ -135,7 +135,7 @@ class Mesh:
     def hidden(self) -> tuple[str, ...]:
         """The axis over which features are cut between blocks.
 
-        Empty in 1-D, because every rank holds all features there.
+        Empty in 1-D, where every rank holds all features.
         """
         return self.col
 
@@ -165,17 +165,16 @@ class Mesh:
     def summed(self, spec: Spec) -> tuple[str, ...]:
         """Returns the axes over which a parameter's gradient must be summed.
 
-        These are the axes over which the batch is cut, except those over which the parameter itself
-        is cut.
+        These are the axes over which the batch is cut, minus any over which the parameter itself is
+        cut.
         """
         return tuple(a for a in self.batch if a not in named(spec))
 
     def block(self, shape: Sequence[int], spec: Spec, what: str) -> tuple[int, ...]:
-        """Returns the shape of one rank's part of a tensor of `shape`.
+        """Returns the shape of each rank's part of a tensor of `shape`.
 
         Raises:
-            ValueError: A dimension can't be cut into equal parts, or `spec` belongs to a different
-                mesh.
+            ValueError: A dimension can't be divided equally, or `spec` belongs to a different mesh.
         """
         self.check_spec(spec, what)
         for dim, (length, axes) in enumerate(zip(shape, spec, strict=False)):
@@ -192,7 +191,7 @@ class Mesh:
     def here(self, value: jax.Array, spec: Spec) -> jax.Array:
         """Returns this rank's part of `value`. Sends nothing.
 
-        Call it inside a step that binds the mesh's axes.
+        Call this inside a step that binds the mesh's axes.
         """
         for dim, entry in enumerate(spec):
             axes = self._live(*named((entry,)))
@@ -206,7 +205,7 @@ class Mesh:
     def part(self, value: ArrayT, spec: Spec, rank: int) -> ArrayT:
         """Returns the part of `value` that `rank` holds. Sends nothing.
 
-        Only takes a static slice, so this works on the host as well as inside `jit`.
+        This just takes a static slice, so it works on the host as well as inside `jit`.
         """
         where = self.coords(rank)
         sizes = self._sizes()
@@ -221,13 +220,13 @@ class Mesh:
     def local_batch(self, batch: PyTree, rank: int) -> PyTree:
         """Returns the rows of a global batch that `rank` computes. Sends nothing.
 
-        Pass tokens and labels together in one tree, so that they're cut in the same way. Ranks
-        whose positions differ only along `col` or `tensor` divide the computation of the same rows
-        among themselves, so they get the same rows.
+        Pass tokens and labels in the same tree, so that they're cut in the same way. Ranks whose
+        positions only differ along `col` or `tensor` get the same rows, because they share the work
+        on these rows.
 
         Raises:
-            ValueError: The batch can't be cut into equal chunks, a leaf has no rows, or there's no
-                such rank.
+            ValueError: The batch can't be divided equally, a leaf has no rows, or there's no such
+                rank.
         """
 
         def rows(path: jax.tree_util.KeyPath, leaf: ArrayT) -> ArrayT:
@@ -272,10 +271,10 @@ class Mesh:
             )
 
     def check_bound(self) -> None:
-        """Checks, inside a step, that the step binds the same axes as the mesh.
+        """Checks, from inside a step, that the step binds the mesh's axes.
 
-        Every axis must be as long as in the mesh. Under `crossover`, the axes must also be in the
-        same order.
+        Every axis must have the same length as in the mesh. Under `crossover`, the axes must also
+        be in the same order.
 
         Raises:
             ValueError: The length of an axis or the order of the axes differs.

@@ -1,4 +1,4 @@
-"""Normalisation over features that are cut over ranks, with one exchange in the backward pass."""
+"""Normalisation over features that are split across ranks, with a single backward exchange."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def normalise(x: jax.Array, features: int, axes: Axes, epsilon: float, centred: 
 
     If `centred` is false, the mean is neither computed nor subtracted.
 
-    The forward pass makes an all-reduce of one number per row for the mean, and another one for the
-    variance. We could get both sums in a single all-reduce by computing the variance as
-    E[x^2] - E[x]^2, but if the mean is large, nothing would be left of this difference after
-    rounding. So we first subtract the mean and then average the squares. The backward pass needs
-    two sums per row (one if `centred` is false), which it gets in a single all-reduce.
+    The forward pass performs an all-reduce of one number per row for the mean, and another for the
+    variance. We could save one of them by computing the variance as E[x^2] - E[x]^2, but if the
+    mean is large, rounding would leave nothing of that difference. So we subtract the mean first
+    and then average the squares. The backward pass gets by with a single all-reduce of two sums per
+    row (one if `centred` is false).
 
     Args:
         x: `[..., features / ranks]`, at least float32.
         features: Length of the last dimension on all ranks together.
         axes: The axis over which the last dimension is cut; empty if it isn't cut.
-        epsilon: Constant that's added to the variance.
+        epsilon: Constant added to the variance.
         centred: True for layer normalisation (Ba et al., arXiv 1607.06450), false for RMS
             normalisation (arXiv 1910.07467).
     """
@@ -59,7 +59,7 @@ def _backward(
     g: jax.Array,
 ) -> tuple[jax.Array]:
     # dx = r (u - mean(u) - x' mean(u x')), where r is the scale, x' the normalised input, and u the
-    # cotangent of x'. Without centring, the term mean(u) is missing.
+    # cotangent of x'. Without centring, the term mean(u) drops out.
     del epsilon
     normal, scale = saved
     sums = [jnp.sum(g * normal, -1, keepdims=True)]

@@ -1,13 +1,12 @@
-"""Norms of trees that are cut over ranks, and clipping by the global norm.
+"""Norms of trees that are split across ranks, and clipping by the global norm.
 
-An optimizer that updates each element independently, such as optax's SGD, Adam or AdamW, needs no
-changes for sharded parameters: each rank applies it to its own parts. Clipping by the global norm
-is different. No rank can compute the norm of the whole gradient by itself, so this module computes
-it on all ranks together.
+Optimizers that update each element independently, such as optax's SGD, Adam and AdamW, work with
+sharded parameters as they are: each rank just applies them to its own parts. Clipping by the global
+norm is different. No rank can compute the norm of the whole gradient by itself, so this module
+computes it on all ranks together.
 
 Optimizers that use whole matrices or their norms (LARS, LAMB, Adafactor, Shampoo) don't work with
-sharded parameters. They would compute with a rank's part as if it were the whole matrix, and give
-wrong results.
+sharded parameters. They would mistake a rank's part for the whole matrix and give wrong results.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from jaxcross.tensor.mesh import Mesh, named
 def global_norm(tree: PyTree, specs: PyTree, mesh: Mesh) -> jax.Array:
     """Returns the L2 norm of the whole tree, which is the same on every rank.
 
-    Each element counts only once, even if several ranks hold it. We sum the squares of all leaves
-    that are cut over the same axes, and then make one all-reduce of the sum over these axes. There
-    are at most two such all-reduces, each of a scalar. Squares are summed at least in float32.
+    Each element is counted only once, even if several ranks hold it. We add up the squares of all
+    leaves that are cut over the same axes, and then all-reduce the sum over these axes. There are
+    at most two such all-reduces, each of a scalar. Squares are summed at least in float32.
 
     Args:
-        tree: This rank's parts. Leaves that are None or were left out by `optax.masked` are
-            ignored.
+        tree: This rank's parts. Leaves that are None or masked out by `optax.masked` are ignored.
         specs: Each leaf's spec, as returned by `partition`.
         mesh: The ranks.
 
@@ -52,19 +50,19 @@ def global_norm(tree: PyTree, specs: PyTree, mesh: Mesh) -> jax.Array:
 
 
 def clip_by_global_norm(max_norm: float, specs: PyTree, mesh: Mesh) -> optax.GradientTransformation:
-    """Returns `optax.clip_by_global_norm` for gradients that are cut over ranks.
+    """Returns `optax.clip_by_global_norm` for gradients that are split across ranks.
 
-    The transformation has no state, and communicates as `global_norm` does. If the norm isn't
-    finite, it sets every element to NaN on all ranks, even on ranks whose own parts are finite. A
-    later transformation may check for non-finite gradients, e.g. `optax.apply_if_finite`. It then
-    makes the same decision on every rank.
+    The transformation is stateless, and communicates in the same way as `global_norm`. If the norm
+    isn't finite, every element becomes NaN on all ranks, even on ranks whose own parts are finite.
+    That way, a later transformation that checks for non-finite gradients, such as
+    `optax.apply_if_finite`, makes the same decision on every rank.
 
     ```python
     tx = optax.chain(jaxcross.tensor.clip_by_global_norm(1.0, specs, mesh), optax.adamw(1e-3))
     ```
 
     Args:
-        max_norm: Largest norm that the whole gradient may have.
+        max_norm: The largest norm that the whole gradient may have.
         specs: Each leaf's spec.
         mesh: The ranks.
 

@@ -1,8 +1,9 @@
 """Converts between the serial model's tree of parameters and each rank's.
 
-`shard` cuts a serial model's parameters into the ranks' parts, and `unshard` joins these parts
-again. Both are pure functions that a single process can call, without the other ranks of the mesh.
-So you can store each checkpoint in the serial model's form, and load it on any mesh.
+`shard` cuts a serial model's parameters into the ranks' parts, and `unshard` puts these parts back
+together. Both are pure functions that can be called from a single process, without the other ranks
+of the mesh. So you can store every checkpoint in the form of the serial model, and load it on any
+mesh.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ def partition(model: nn.Module, tokens: Tokens) -> PyTree:
 def init(model: nn.Module, key: jax.Array, tokens: Tokens, rank: int = 0) -> PyTree:
     """Returns the parameters that `rank` holds. Sends nothing.
 
-    The result is bit for bit the same as if you initialised the serial model with the same key, and
-    then passed its parameters to `shard`. If the model's mesh is `Mesh()`, the result is the serial
-    model's parameters.
+    The result is bit for bit the same as initialising the serial model with the same key and
+    passing its parameters to `shard`. If the model's mesh is `Mesh()`, you get the serial model's
+    parameters.
 
-    A rank may not have enough memory for the serial model. So we draw one parameter after another,
-    and cut each of them immediately. At any time, memory holds at most a few copies of a single
-    uncut parameter.
+    A rank might not have enough memory for the serial model, so we draw the parameters one at a
+    time and cut them right away. There are never more than a few copies of a single uncut parameter
+    in memory.
 
     Args:
         model: A model with a field `mesh`.
@@ -80,7 +81,7 @@ def shard(tree: PyTree, specs: PyTree, mesh: Mesh, rank: int) -> PyTree:
     Works on the host as well as inside `jit`.
 
     Args:
-        tree: Global arrays. They may be parameters, or an optimizer state with its `state_specs`.
+        tree: Global arrays: either parameters, or an optimizer state with its `state_specs`.
         specs: Each leaf's spec.
         mesh: The ranks.
         rank: The rank whose part to return.
@@ -95,8 +96,8 @@ def unshard(trees: Sequence[PyTree], specs: PyTree, mesh: Mesh) -> PyTree:
     """Returns the serial tree as NumPy arrays, given all ranks' trees in order. Sends nothing.
 
     Raises:
-        ValueError: There aren't as many trees as ranks, or ranks that should hold equal parts hold
-            different ones.
+        ValueError: The number of trees isn't the number of ranks, or ranks that should hold equal
+            parts don't.
     """
     mesh.check_ranks(len(trees))
 
@@ -133,9 +134,9 @@ def unshard(trees: Sequence[PyTree], specs: PyTree, mesh: Mesh) -> PyTree:
 def gather(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
     """Gathers the serial tree on every rank, inside a step.
 
-    Makes one all-gather for each dimension that is cut. Afterwards, every rank holds the whole
-    model, most of which it has received from other ranks. That's fine for saving or sampling, but
-    sends too much to be done on every step.
+    Performs an all-gather for each dimension that's cut. Afterwards, every rank holds the whole
+    model, most of which had to come from other ranks. That's fine for saving or sampling, but too
+    much traffic to do on every step.
     """
     to = "invarying" if checks_varying() else "varying"
 
@@ -153,10 +154,10 @@ def gather(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
 def state_specs(tx: optax.GradientTransformation, params: optax.Params, specs: PyTree) -> PyTree:
     """Returns the specs of an optimizer's state. Computes nothing.
 
-    A spec says over which axes an array is cut. Arrays in the state that belong to a parameter,
-    such as Adam's moments, get the parameter's spec. Everything else, such as a counter, gets an
-    empty spec, because every rank holds all of it. If `optax.masked` leaves a parameter out of the
-    state, there's no spec for it.
+    A spec says which axes an array is cut over. Arrays in the state that belong to a parameter,
+    such as Adam's moments, get the parameter's spec. Everything else, such as a counter, is held in
+    full by every rank and gets an empty spec. Parameters that `optax.masked` leaves out of the
+    state don't get a spec.
     """
     state = jax.eval_shape(tx.init, params)
     replicated = PartitionSpec()
@@ -175,19 +176,20 @@ def state_specs(tx: optax.GradientTransformation, params: optax.Params, specs: P
 
 
 def replica_spread(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
-    """Returns, for each leaf and rank, how far the rank's copy is from the first rank's copy.
+    """Returns how far each rank's copy of each leaf is from the first rank's copy.
 
-    If several ranks are supposed to hold the same leaf, or the same part of a leaf, this compares
-    what they hold. The distance is the largest absolute difference between two copies: 0 if they're
-    equal, and infinite if one of them isn't finite. The result is a tree of vectors `[ranks]`,
-    which is the same on every rank. Pass it to `check_replicas` before the first step.
+    Wherever several ranks are supposed to hold the same leaf, or the same part of a leaf, this
+    compares what they actually hold. The distance is the largest absolute difference between two
+    copies: 0 if they're equal, and infinite if either of them isn't finite. The result is a tree of
+    vectors `[ranks]`, which is the same on every rank. Pass it to `check_replicas` before the first
+    step.
 
-    Call this inside a step. It makes two all-reduces for each leaf. The first one sends the first
-    rank's copy to the ranks that should have the same one. The second one collects, from every
-    rank, the distance between its own copy and that one.
+    Call this inside a step. It performs two all-reduces per leaf: the first broadcasts the first
+    rank's copy to the ranks that should have the same copy, and the second collects each rank's
+    distance from it.
 
     Args:
-        tree: What this rank holds. This may be parameters, or a batch, whose specs are all
+        tree: What this rank holds, i.e. parameters or a batch. For a batch, all specs are
             `PartitionSpec(mesh.batch or None)`.
         specs: Each leaf's spec.
         mesh: The ranks.
@@ -208,9 +210,9 @@ def replica_spread(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
         apart = jnp.abs(
             wide - first if floating else wide.astype(jnp.float32) - first.astype(jnp.float32)
         )
-        # Large integers that differ may become equal when they're rounded to float32, so that their
-        # distance would be 0. So if two elements differ, their distance is at least the smallest
-        # positive number.
+        # Different large integers may be rounded to the same float32, which would give them a
+        # distance of 0. To prevent that, elements that differ are at least the smallest positive
+        # number apart.
         apart = jnp.max(
             jnp.where(wide != first, jnp.maximum(apart, jnp.finfo(jnp.float32).tiny), 0), initial=0
         )
@@ -227,7 +229,7 @@ def check_replicas(spread: PyTree, *, batch: bool = False) -> None:
 
     Args:
         spread: The result of `replica_spread` for parameters or for a batch.
-        batch: Whether it's the result for a batch.
+        batch: Whether that's the result for a batch.
 
     Raises:
         ValueError: A leaf's copies differ. The error says which leaf, on which ranks, and by how

@@ -1,8 +1,8 @@
 """A decoder-only Transformer over a mesh: attention, MLP, block, and the whole model.
 
-The model computes the same function on every mesh. As in GPT-2, a normalisation comes before each
-attention layer and each MLP; unlike GPT-2, there's no dropout. Only the dense layers, the
-normalisations and the embedding exchange data between ranks.
+The model computes the same function on every mesh. As in GPT-2, there's a normalisation in front of
+each attention layer and each MLP, but unlike GPT-2, there's no dropout. Only the dense layers, the
+normalisations and the embedding exchange any data between ranks.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from jaxcross.tensor.mesh import Mesh
 
 
 class Attention(nn.Module):
-    """Self-attention, `[batch, length, hidden]` to the same. Each rank computes its own heads.
+    """Self-attention on `[batch, length, hidden]`, with each rank computing its own heads.
 
-    A rank computes its heads for whole sequences, so scores, softmax and context need no exchange.
-    For this, a rank's columns of the matrix for query, key and value must belong to whole heads.
-    So we order the columns by head first, as `[heads, 3, width]`. With any other order, cutting the
-    matrix would give a different model. Source: Vaswani et al., arXiv 1706.03762.
+    A rank computes its heads for whole sequences, so scores, softmax and context don't involve any
+    exchanges. For this to work, a rank's columns of the query-key-value matrix have to make up
+    whole heads. So we order the columns by head first, as `[heads, 3, width]`; with any other
+    order, cutting the matrix would give a different model. Source: Vaswani et al., arXiv
+    1706.03762.
 
     Attributes:
-        heads: Number of heads on all ranks together.
+        heads: Number of heads across all ranks.
         mesh: The ranks.
         causal: Whether tokens are prevented from attending to later tokens.
         dtype: Type of the products. The softmax is computed at least in float32.
@@ -69,10 +70,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two dense layers with a GELU in between, `[..., hidden]` to the same.
+    """Two dense layers on `[..., hidden]`, with a GELU in between.
 
     Attributes:
-        width: Number of units between the layers, on all ranks together.
+        width: Number of units between the layers, across all ranks.
         mesh: The ranks.
         dtype: Type of the computation.
         param_dtype: Type of the parameters.
@@ -94,24 +95,22 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and an MLP with four times as many units as features.
 
-    Each of the two has a normalisation before it and a residual connection around it.
+    Each of them has a normalisation in front of it and a residual connection around it.
 
-    The following formulas say how much a rank receives, where b is the number of sequences, s the
-    number of tokens per sequence, and h the number of features. They count float32 elements, and
-    don't include normalisations and biases.
+    Here's how much a rank receives for b sequences of s tokens with h features, in float32 elements
+    and not counting normalisations and biases:
 
-    - In 1-D on p ranks, a rank receives 4(p-1)/p bsh elements in the forward pass, and as many in
-      the backward pass.
-    - On a mesh [q, q, d], a rank receives (q-1)/q (7bsh/(dq) + 12h^2/q) elements in the forward
-      pass, and twice as many in the backward pass. Summing the weights' gradients over the d layers
-      adds 2(d-1)/d 12h^2/q^2.
+    - In 1-D on p ranks, it's 4(p-1)/p bsh elements in the forward pass, and the same again in the
+      backward pass.
+    - On a [q, q, d] mesh, it's (q-1)/q (7bsh/(dq) + 12h^2/q) elements in the forward pass, and
+      twice as many in the backward pass. Summing the weights' gradients over the d layers adds
+      another 2(d-1)/d 12h^2/q^2.
 
-    If the block computes in a 16-bit type, a rank receives half as many bytes. The exception is
-    sums that are smaller than 64 KiB on all ranks together, because these are sent in a different
-    way.
+    If the block computes in a 16-bit type, a rank receives half as many bytes, except for sums that
+    are smaller than 64 KiB on all ranks together, which are sent in a different way.
 
     Attributes:
-        heads: Number of attention heads on all ranks together.
+        heads: Number of attention heads across all ranks.
         mesh: The ranks.
         dtype: Type of the computation.
         param_dtype: Type of the parameters.
@@ -136,15 +135,15 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Turns tokens `[batch, length]` into logits `[batch, length, vocabulary]`.
 
-    The logits are cut over `mesh.inner`, so each rank has only some of a token's logits.
-    `cross_entropy` computes the loss from logits that are cut in this way.
+    The logits are split across `mesh.inner`, so each rank only has some of a token's logits. This
+    is the form that `cross_entropy` expects.
 
     Attributes:
-        vocabulary: Number of tokens. Pad it to a multiple of the number of ranks over which it's
-            cut.
+        vocabulary: Number of tokens. Pad it to a multiple of the number of ranks that it's cut
+            over.
         features: Global number of features.
         layers: Number of blocks.
-        heads: Number of attention heads on all ranks together.
+        heads: Number of attention heads across all ranks.
         positions: Length of the longest sequence.
         mesh: The ranks; `Mesh()` is the serial model.
         tied: Whether the head shares the token table.
