@@ -241,7 +241,6 @@ def _floating(leaf: Any) -> bool:
 
 
 def _nnx_statistics(state: Any) -> set[KeyPath]:
-    """Returns the paths of all NNX variables that contain statistics."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return set()

@@ -214,7 +214,6 @@ def find(
 
 
 def _to_offer(parts: Mapping[str, Part]) -> _Offer:
-    """Summarises one rank's parts for `_select`."""
     return {name: (part.ranks, not part.rank_local) for name, part in parts.items()}
 
 

@@ -85,11 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> MachineContention | None:
-    """Checks the options. Returns the contents of the file, or None if it doesn't exist yet.
-
-    Raises:
-        ValueError: An option is wrong, the file can't be written, or it contains something else.
-    """
+    """Checks the options. Returns the contents of the file, or None if it doesn't exist yet."""
     from jaxcross.plan import MachineContention
 
     if args.ranks < 2:
@@ -163,7 +159,6 @@ def _factor(ratios: Sequence[float]) -> float:
 def _table(
     found: Mapping[str, Any], ratios: Mapping[str, Sequence[float]], reached: float
 ) -> list[str]:
-    """Returns the lines of the table of measured times."""
     from jaxcross.report import seconds
 
     ranks = found["ranks"]

@@ -225,11 +225,7 @@ def terminable() -> Iterator[None]:
 
 
 def _checked(args: argparse.Namespace, program: Sequence[str]) -> tuple[str, ...]:
-    """Checks the arguments and returns the list of hosts.
-
-    Raises:
-        ValueError: An argument is wrong; the text says which.
-    """
+    """Checks the arguments and returns the list of hosts."""
     if args.ranks < 1:
         raise ValueError(f"`-n` must be at least 1 rank, got {args.ranks}.")
     if not program:

@@ -105,12 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Checks the options up front, because making the plan can take minutes.
-
-    Raises:
-        ValueError: An option is wrong.
-        MissingExtraError: `--picture` was given, but matplotlib isn't installed.
-    """
+    """Checks the options up front, because making the plan can take minutes."""
     from jaxcross.commands.plan_launch import check_cluster
     from jaxcross.errors import require_extra
 

@@ -121,7 +121,6 @@ def _array(ranks: int, numbers: list[int], script: str, file: Path, name: str) -
 
 
 def _manifests(plan: Plan, script: str, file: Path, queue: str) -> Iterator[tuple[str, str]]:
-    """Yields the file name and contents for each `MPIJob`."""
     for number, group in enumerate(plan.groups):
         yield f"group-{number}.yaml", _manifest(group, number, script, file, queue)
 

@@ -85,11 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Checks the numeric options before starting any ranks.
-
-    Raises:
-        ValueError: A number is too small; the text says which.
-    """
+    """Checks the numeric options before starting any ranks."""
     for name, least in (("concurrent", 1), ("trials", 1), ("seed", 0)):
         value = getattr(args, name)
         if value is not None and value < least:

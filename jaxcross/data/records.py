@@ -179,18 +179,13 @@ def open_records(
 
 
 def _is_url(data_dir: str | Path) -> bool:
-    """Whether `data_dir` is a URL for fsspec, such as `https://...` or `s3://...`."""
     return isinstance(data_dir, str) and "://" in data_dir
 
 
 def _open_remote(url: str, cache: Cache) -> _RemoteFolder:
-    """Reads the metadata of the data set at `url`, a versioned TFDS folder. Waits for the storage.
+    """Reads the metadata of the data set at `url`, a versioned TFDS folder.
 
-    Raises:
-        FileNotFoundError: There is no data set at `url`.
-        ImportError: The file system needs a package that isn't installed; fsspec names it.
-        OSError: The storage doesn't respond.
-        ValueError: fsspec doesn't know this file system.
+    Waits for the storage.
     """
     fs, path = fsspec.core.url_to_fs(url.rstrip("/"), **cache.storage_options)
     contents: dict[str, bytes] = {}

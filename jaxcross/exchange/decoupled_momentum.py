@@ -192,7 +192,6 @@ class _Tiles:
         )
 
     def leaf(self, coefficients: jax.Array, like: jax.Array) -> jax.Array:
-        """Transforms coefficients back into a leaf with the shape and type of `like`."""
         rows, columns = self.shape
         high, wide = self.tile
         tiles = coefficients.reshape(-(-rows // high), -1, high, wide)

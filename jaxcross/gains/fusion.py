@@ -330,14 +330,11 @@ class _Unread(Iterator[Any]):
         return next(self._batches)
 
     def close(self) -> None:
-        """Closes the user's iterator."""
         close_unread(self._rest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MeasuredJob:
-    """A job to measure, along with its first batch."""
-
     job: Job
     batch: PyTree
 

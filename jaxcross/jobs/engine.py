@@ -497,7 +497,6 @@ class JobEngine:
 
     @property
     def _in_own_thread(self) -> bool:
-        """Whether we're in the job's own thread."""
         return self.record is not None and self.record.thread is threading.current_thread()
 
     def _stray_error(self, what: str, done: str) -> JobError | None:

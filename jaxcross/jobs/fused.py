@@ -82,11 +82,7 @@ class FusedJob:
         self._stand_ins: list[JobStandIn] = []
 
     def _attach(self, job: JobContext) -> None:  # noqa: ARG002
-        """Makes this job provide the members' results. Called just before the run.
-
-        Raises:
-            ValueError: A member's `nonfinite` isn't `ignore`.
-        """
+        """Makes this job provide the members' results. Called just before the run."""
         for member in self.members:
             if member.nonfinite != "ignore":
                 raise ValueError(

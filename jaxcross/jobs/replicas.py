@@ -478,7 +478,6 @@ def _floats(leaf: Any) -> bool:
 
 
 def _same(start: Any, state: Any) -> bool:
-    """Whether all leaves have the same values."""
     old, new = jax.tree.leaves(start), jax.tree.leaves(state)
     return len(old) == len(new) and all(
         x is y or _equal(on_host(x), on_host(y)) for x, y in zip(old, new, strict=True)

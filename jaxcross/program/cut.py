@@ -264,7 +264,6 @@ class _Merged:
         return True
 
     def group(self) -> Group:
-        """Returns the merged groups as a single group."""
         return Group(
             tuple(self.levels),
             frozenset(self.between),

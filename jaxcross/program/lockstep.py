@@ -468,9 +468,6 @@ class _Rewriter:
         branch for every element. They find out about it through another maximum, on top of the
         votes for loops. A rank that doesn't take the branch runs it as an inactive rank, i.e. it
         takes part in the exchanges but discards the results.
-
-        Raises:
-            CutError: The conditional also calls mpi4jax, or uses a mutable array.
         """
         branches = eqn.params["branches"]
         operands = values[1:]
@@ -567,11 +564,7 @@ def _like(x: Array, mask: Array) -> Array:
 
 
 def _callback_if_active(eqn: Equation, values: list[Array], role: Role) -> Sequence[Array]:
-    """Traces a callback that only happens if this rank's results are kept.
-
-    Raises:
-        CutError: The callback returns values, which an inactive rank has no substitute for.
-    """
+    """Traces a callback that only happens if this rank's results are kept."""
     if list(compat.sub_jaxprs(eqn)) or not all(isinstance(v, compat.DropVar) for v in eqn.outvars):
         raise CutError(
             f"a callback that returns values cannot be made at {compat.source_of(eqn)}: it is "

@@ -161,8 +161,7 @@ def mismatch(name: str, lists: Mapping[int, Sequence[Exchange]]) -> str | None:
     return None
 
 
-class _MisfitError(Exception):
-    """Two calls that belong together don't match."""
+class _MisfitError(Exception): ...
 
 
 @dataclass(slots=True)

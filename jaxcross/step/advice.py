@@ -86,7 +86,6 @@ def _advise_on_loops(program: Program, warned: set[str]) -> None:
 
 
 def _advice(traced: Traced) -> Iterator[str]:
-    """Yields a warning for each problem found in a step."""
     name = traced.name
     for source in repeated_exchanges(traced.unflattened, traced.axes, traced.wire):
         yield (

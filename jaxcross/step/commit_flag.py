@@ -104,7 +104,6 @@ class _Results:
         self.kept: set[int] = set()  # indices of the leaves that are state
 
     def tree(self) -> PyTree:
-        """Returns the results in their original structure."""
         return jax.tree.unflatten(self._structure, self._leaves)
 
     def keep(self, states: dict[int | str, PyTree], commits: jax.Array) -> list[int | str]:

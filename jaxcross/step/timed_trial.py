@@ -143,7 +143,6 @@ class _Trial:
         self._attempt(partial(self._execution.wait_inputs, index))
 
     def wait_segment(self, index: int) -> None:
-        """Waits for a segment in flight to finish."""
         self._attempt(partial(self._execution.wait_outputs, index))
 
     def branch_mismatch(self, index: int) -> None:

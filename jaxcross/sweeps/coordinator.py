@@ -79,7 +79,6 @@ class Coordinator:
         self._check_pruned()
 
     def _replayed_schedule(self, *, strict: bool) -> Schedule:
-        """Replays the log, and returns the resulting schedule."""
         schedule = Schedule(
             self.search, concurrent=self._concurrent, known_until=self._log.known_until
         )

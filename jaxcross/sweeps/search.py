@@ -297,13 +297,7 @@ def _combinations(values: Mapping[str, Iterable[Any]]) -> list[Parameters]:
 
 
 def _checked_values(what: str, values: Any) -> dict[str, tuple[Any, ...]]:
-    """Returns the values of each parameter as plain data.
-
-    Raises:
-        TypeError: `values` isn't a mapping of names to iterables, or a value can't be written as
-            JSON.
-        ValueError: There are no values, or a value occurs twice.
-    """
+    """Returns the values of each parameter as plain data."""
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise TypeError(
             f'{what} must be a dict of names and lists such as `{{"lr": [0.1, 0.2]}}`, got '
@@ -339,7 +333,6 @@ def _twice(values: Iterable[Any]) -> str | None:
 
 
 def _check_pruner(kind: str, pruner: Any) -> None:
-    """Checks that `pruner` is an Optuna pruner or None."""
     if pruner is None:
         return
     require_extra("sweep", "pruning", "optuna")

@@ -90,7 +90,6 @@ class _Site:
     abort: Callable[[str], None]
 
     def default(self) -> AbstractContextManager[Any]:
-        """Returns a context in which the host is the default device."""
         return jax.default_device(self.host)
 
     def put(self, x: np.ndarray) -> jax.Array:
@@ -530,7 +529,6 @@ def _is_small(message: Any) -> bool:
 
 
 def _last_uses(stages: Sequence[_Stage], results: set[Any]) -> list[set[Any]]:
-    """Returns the values that are no longer needed after each stage."""
     needed = set(results)
     done = []
     for stage in reversed(stages):

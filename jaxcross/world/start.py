@@ -357,11 +357,7 @@ def load_mpi() -> Any:
 
 
 def _load_wire(world: Any, over: WireLibrary | None, accelerators: int) -> WireLibrary:
-    """Loads the library for the exchanges and returns its name. Waits for all ranks.
-
-    Raises:
-        ExchangeError: The library can't be used, or isn't the same on all ranks.
-    """
+    """Loads the library for the exchanges and returns its name. Waits for all ranks."""
     found, why = (over, "") if over is not None else wire_choice.default(accelerators, os.environ)
     if found == "mpi4jax":
         load_mpi4jax()

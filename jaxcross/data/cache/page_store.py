@@ -447,7 +447,6 @@ def _check(number: int, first: int, nbytes: int, crc: int) -> int:
 
 
 def _checks(numbers: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns the checksums of many rows at once."""
     # NumPy's unsigned integers wrap around on overflow, so the result is the same as `_check`'s.
     parts = (numbers, rows[:, FIRST], rows[:, NBYTES], rows[:, CRC])
     total = np.zeros(len(numbers), np.uint64)
