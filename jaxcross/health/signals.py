@@ -68,7 +68,7 @@ class Postponement:
         """Whether the handler should raise now. If not, the signal is sent again or dropped."""
         sent_again = self._sent_again
         self._sent_again = False
-        # Drop a resent signal if the interpreter is exiting by now. The main thread shows us:
+        # Drop a resent signal if the interpreter is exiting by now. The main thread gives it away:
         # Python marks it as ended as soon as the exit begins, even though handlers still run in it.
         # It wouldn't be enough for the timer's thread to check this before sending the signal,
         # because the exit could begin before the signal arrives.

@@ -19,8 +19,8 @@ Ctrl-Z, the clock keeps running while no rank does. So we detect such gaps, and 
 the duration of all waits.
 
 The watchdog's thread also takes care of everything else that has to go on even if the main thread
-is stuck: it sends and receives heartbeats and abort notices, notices if the main thread doesn't
-react to SIGTERM, and runs the barriers at the end of the script.
+is stuck: it sends and receives heartbeats and abort notices, detects that the main thread isn't
+reacting to SIGTERM, and runs the barriers at the end of the script.
 """
 
 from __future__ import annotations
