@@ -44,7 +44,7 @@ class ExitKind(_Ending):
         FAILED: An exception ended the process.
         TERMINATED: The process received SIGTERM.
         INTERRUPTED: The process was interrupted by Ctrl-C.
-        TOLD: Another rank requested that the process end.
+        TOLD: Another rank told the process to end.
         REPORTED: The process ended after reporting that other ranks had failed.
     """
 
