@@ -1,9 +1,9 @@
 """Checks arguments, and resolves which of a step's arguments are donated or static.
 
-A step's donated and static arguments are selected with the options known from `jax.jit`:
-`donate_argnums`, `donate_argnames`, `static_argnums` and `static_argnames`. They work as they do
-there, with one exception: `jax.jit` ignores negative numbers in `donate_argnums`, whereas we count
-them from the last positional argument of a call.
+A step's donated and static arguments are selected with the same options as in `jax.jit`:
+`donate_argnums`, `donate_argnames`, `static_argnums` and `static_argnames`. They also work the same
+way, except that `jax.jit` ignores negative numbers in `donate_argnums`, whereas we count them from
+the last positional argument of a call.
 """
 
 from __future__ import annotations

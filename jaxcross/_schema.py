@@ -21,8 +21,7 @@ from jaxcross.errors import clause
 T = TypeVar("T")
 
 MOST = 2**63 - 1
-"""The largest whole number in a record. Larger numbers would overflow when converted to
-floats."""
+"""The largest whole number in a record. Larger numbers would overflow when converted to floats."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 """A whole number from 0 to `MOST`."""

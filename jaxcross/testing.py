@@ -111,8 +111,7 @@ def vmapped(
 def vmap_oracle(
     step: Callable[..., Any], axes: Mapping[str, int], args_per_rank: Sequence[Sequence[Any]]
 ) -> list[Any]:
-    """Computes a step on all ranks with JAX alone, using compiled, nested `vmap` calls over the
-    ranks.
+    """Computes a step on all ranks with JAX alone, using compiled `vmap` calls, nested over ranks.
 
     Args:
         step: A function with named-axis collectives over `axes`. They can't have

@@ -152,7 +152,7 @@ class AbortNotices:
         )
         self._answer(sender)  # once the sender has all receipts, it terminates all ranks
         # Usually, the sender of the notice terminates this rank within a few seconds. If the sender
-        # is stuck itself and can't, this rank takes everything down on its own.
+        # is stuck itself and can't, this rank terminates all ranks on its own.
         threading.Event().wait(_HOLD_S)
         end_processes(code)
 

@@ -65,8 +65,8 @@ class BeatTimer:
     """How long ago each neighbour's last heartbeat was. Pure: time passes only in `tick`.
 
     Only time during which this rank itself is running counts. If a batch system suspends all ranks,
-    or you close your laptop's lid, nobody sends heartbeats for hours, and that mustn't make any
-    rank look lost once they all resume.
+    or you close your laptop's lid, nobody sends heartbeats for hours. No rank should be declared
+    lost because of that once they all resume.
 
     Args:
         ranks: The neighbours.

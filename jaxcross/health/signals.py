@@ -145,8 +145,8 @@ class SigtermHandler:
             return
         # Python doesn't run handlers while the main thread is in C code. But an incoming signal
         # immediately writes a byte to the wakeup pipe, no matter what the main thread is doing. The
-        # watchdog's thread reads that pipe, and thus learns about signals that haven't been handled
-        # yet.
+        # watchdog's thread reads that pipe, which is how it learns about signals that haven't been
+        # handled yet.
         self._pipe, end = os.pipe()
         os.set_blocking(self._pipe, False)
         os.set_blocking(end, False)

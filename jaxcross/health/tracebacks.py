@@ -93,7 +93,7 @@ def stacks() -> str:
 def _frames() -> dict[int, FrameType]:
     """Returns the current frame of every thread.
 
-    Disables garbage collection while at it, to avoid a deadlock in Python before 3.11.9
+    Disables garbage collection in the meantime, to avoid a deadlock in Python before 3.11.9
     (python/cpython#106883), which holds a lock while it lists the frames. If garbage collection
     kicks in at that moment, another thread may get to run, and if that thread is just starting or
     exiting, it needs the same lock.

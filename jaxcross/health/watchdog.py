@@ -407,7 +407,7 @@ class Watchdog:
         """Reports a stuck wait and aborts all ranks, unless another rank does so or the wait ends.
 
         Several ranks usually notice the same stall at about the same time, but a single report is
-        enough. All they have to go by when deciding who reports is their questions to each other,
+        enough. To decide who reports, they have nothing to go by but their questions to each other
         and the answers. The rules are:
 
         - A rank that gets asked before it has asked anyone itself leaves the report to the asking
@@ -526,7 +526,7 @@ class ShutdownBarrier:
 
     A single barrier isn't enough: a rank that has passed it knows that all scripts have ended, but
     another rank may not have noticed yet and still send a heartbeat. So each rank stops sending
-    after the first barrier, and then enters a second barrier. Once that has been passed, nobody
+    after the first barrier, and then enters a second barrier. Once a rank has passed that, nobody
     sends anything any more.
 
     Only one thread may use it. None of its methods waits.

@@ -120,9 +120,9 @@ class PendingJobs:
     def write(self, ballot: Ballot) -> None:
         """Writes into the ballot whether the ranks should gather their announcements next.
 
-        A vote leads to a gathering, in which the ranks exchange their announcements, only if the
-        ballots call for it. A newly added job does so just once. If it did so in every vote, the
-        ranks might keep gathering to no effect until the last rank has added the job.
+        A vote only leads to a gathering, in which the ranks exchange their announcements, if the
+        ballots ask for it. A newly added job asks just once. If it asked in every vote, the ranks
+        might keep gathering to no effect until the last rank has added the job.
         """
         ballot.set_announcements(
             has_pending=bool(self._waiting), has_added=self._has_added, has_texts=bool(self._texts)

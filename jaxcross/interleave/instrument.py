@@ -87,10 +87,10 @@ class Instrument:
     ) -> None:
         """Called when something happens that the user should know about.
 
-        There are four kinds of notes: `loss` (whose value is a number), `status` (a text), `done`
-        and `closed`. The last note of every job is `done` if the job's function ran to completion
-        and `closed` otherwise, with the job's final status as its value. After it, `metrics` isn't
-        called for the job any more.
+        A `loss` note has a number as its value, and a `status` note has a text. The last note of
+        every job is `done` if the job's function ran to completion and `closed` otherwise, with the
+        job's final status as its value. There are no other kinds of notes, and no `metrics` call
+        for the job comes after its last note.
         """
 
     def metrics(self, *, job: str, step: int, values: object) -> None:

@@ -52,7 +52,7 @@ admitted, its batch is granted, or the job ends. Otherwise some rank has nothing
 backoff holds up the vote for everyone.
 
 **Membership.** Jobs are numbered, and numbers are never reused. So when an event arrives after its
-job has left the run, we can tell that it's stale rather than about a newer job. A job added during
+job has left the run, we can tell that it's stale and isn't about a newer job. A job added during
 the run joins between two votes, once all ranks have added it (`PendingJobs`).
 
 **Joint start.** A run may hold back its jobs' first steps until all jobs are ready to make theirs;
@@ -65,8 +65,8 @@ reports the failure in the commit vote, and no rank runs the segments that would
 state. If a rank fails between two steps, it reports the failure in the next vote. Either way, all
 ranks exchange texts that describe what happened, and the job ends.
 
-There's one exception. A call that may already have overwritten the state, i.e. a committed call, or
-a call without exchanges that has begun, is first allowed to run to completion on the device.
+There's one exception. A call that may already have overwritten the state (because it's committed,
+or because it has no exchanges and has begun) is first allowed to run to completion on the device.
 Otherwise ranks that didn't fail could be left with half an update. If the call fails there too, the
 text says so as well.
 """
@@ -357,8 +357,8 @@ class Interleaver:
         shared = self.shared.leave(job)
         ended = mine.point is not None and mine.point.kind == "end"
         # Report the number of steps made on all ranks. The `shared.step` counter includes calls
-        # that aren't steps, such as evaluations, so subtract them, except for local calls since the
-        # last exchange, which it doesn't include yet.
+        # that aren't steps, such as evaluations, so subtract these. Local calls since the last
+        # exchange aren't in there yet, so don't subtract those.
         step = shared.step - (mine.other_calls - mine.other_local_calls)
         self._out.append(m.JobFinished(job, status, step, texts, stop_requested=shared.stop))
         if mine.is_waiting and not ended:

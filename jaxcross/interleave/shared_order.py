@@ -53,9 +53,9 @@ OutcomeKind = Literal[
 class Slot:
     """One operation on the exchange lane, which all ranks perform together.
 
-    A vote is `deferrable` if no exchange is pending. In that case, a rank may put off entering the
-    vote for a little while, since nothing else is waiting. The exception is if it has something to
-    report about `job`, the job whose turn it is (-1 if all jobs are paused).
+    A vote is `deferrable` if no exchange is pending. Nothing else is waiting in that case, so a
+    rank may put off entering the vote for a little while, unless it has something to report about
+    `job`, the job whose turn it is (-1 if all jobs are paused).
     """
 
     kind: SlotKind

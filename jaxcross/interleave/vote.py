@@ -2,8 +2,8 @@
 
 Each rank casts a `Ballot`, a short int64 vector. The elementwise minimum of all ballots is the
 `Verdict`, which all ranks receive, so they all come to the same decisions. We make do with a single
-reduction, because another would cost another round trip. So every question has to be phrased in
-such a way that a minimum answers it:
+reduction, because each additional reduction would cost a round trip. So every question has to be
+phrased in such a way that a minimum answers it:
 
 - "Is this true on all ranks?" is a bit: the minimum is 1 only if it's true on all of them.
 - "Is this number equal on all ranks?" takes two columns, the number and its negation. The minimum
@@ -211,8 +211,9 @@ class Verdict:
     def __init__(self, vector: np.ndarray) -> None:
         self.stop = not vector[_NO_STOP]
         # The ranks have to gather announcements if some rank has a text, or if another job might be
-        # able to join. A job joins once all ranks have added it. That can only just have happened
-        # if all ranks have jobs waiting to join and some rank has added a job since the last vote.
+        # able to join. A job joins once all ranks have added it. For that to be possible now, all
+        # ranks must have jobs waiting to join, and some rank must have added a job since the last
+        # vote.
         self.gather = bool(
             not vector[_NO_TEXT] or (vector[_ALL_PENDING] and not vector[_NONE_ADDED])
         )

@@ -180,8 +180,8 @@ class Driver:
                 self.post(event)
         self._wait_for(self._over.is_set, self._over.wait)
         # All jobs have ended by now, but their threads may still be busy, e.g. reading back the
-        # last metrics, so wait for them. If the run broke, don't, because some of the threads may
-        # never end.
+        # last metrics, so wait for them. Skip this if the run broke, because some of the threads
+        # may never end.
         if self._fatal is None:
             for thread in self.router.threads:
                 self._wait_for(

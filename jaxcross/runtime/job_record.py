@@ -147,9 +147,7 @@ class JobRecord:
         self.abandon: Callable[[], None] = _ignore
 
     def detach(self) -> None:
-        """Drops the callbacks, which hold references to the job's `JobEngine` and would keep it
-        alive.
-        """
+        """Drops the callbacks, whose references to the job's `JobEngine` would keep it alive."""
         self.on_end = self.on_pause = self.abandon = _ignore
 
 

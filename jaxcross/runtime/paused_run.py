@@ -1,7 +1,7 @@
 """Handles runs whose unfinished jobs are all paused.
 
 Such a run waits until somebody resumes one of its jobs, and rank 0 logs a warning. If nothing on
-any rank is left that could do that, we end the run, because it would otherwise wait forever.
+any rank could do that any more, we end the run rather than let it wait forever.
 """
 
 from __future__ import annotations

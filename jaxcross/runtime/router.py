@@ -136,7 +136,7 @@ class Router:
             job.error.cause_rank = end.texts.index(end.texts[self._rank])
             job.prints_error = self._rank in printing_ranks(end.texts)
         # Write this note before setting the `done` event. As soon as the event is set, the job's
-        # thread may write the job's final note, which nothing may come after. If the job has ended
+        # thread may write the job's final note, which must be its last. If the job has ended
         # normally, its thread writes this note itself, after the last metrics.
         if end.status != JobStatus.ENDED:
             self._listeners.note(
