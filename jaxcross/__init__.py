@@ -7,7 +7,7 @@ While one job exchanges gradients, another one computes, so exchanges hide behin
     Runner           runs several jobs that share this rank's device
     fuse             combines tiny jobs with the same step into one program, if that's faster
     sweep            trains a function with many parameters, a few trials at a time
-    Checkpoints      exact resume: a run that was killed continues as if it hadn't been
+    Checkpoints      exact resume: a run that was killed continues as if nothing had happened
     exchange         gradient exchanges as optax transformations
     tensor           layers of one model that are sharded over several ranks: 1-D, 2-D, 2.5-D
     ParameterServer  asynchronous and stale-synchronous training
@@ -20,14 +20,14 @@ While one job exchanges gradients, another one computes, so exchanges hide behin
     testing          runs a step on all ranks in one process, without MPI, and checks its results
     lab              emulates several hosts and slow links on one machine
 
-Importing jaxcross starts neither MPI nor a device. This only happens when you call `initialize`.
+Importing jaxcross starts neither MPI nor a device; that only happens when you call `initialize`.
 
-The package's folders form two groups. The core compiles steps (`step`, `program` and `wire`), runs
-the training loops (`jobs`, `runtime` and `interleave`), and has what both of these need (`world`,
-`health`, `checkpoint` and `report`). The other folders are built on top of the core: `exchange`,
+The package's folders fall into two groups. The core compiles steps (`step`, `program` and `wire`),
+runs the training loops (`jobs`, `runtime` and `interleave`), and provides what both of these need
+(`world`, `health`, `checkpoint` and `report`). The other folders build on the core: `exchange`,
 `tensor` and `server` are used in steps; `data`, `plan`, `gains` and `sweeps` are used for runs;
-`commands` and `lab` contain tools. Each folder's docstring lists its files, and its `__init__` has
-the names that other folders use. JAX's private names are used only in `_jax_compat`.
+`commands` and `lab` contain tools. Each folder's docstring lists its files, and its `__init__`
+provides the names that other folders use. JAX's private names are only used in `_jax_compat`.
 """
 
 from typing import TYPE_CHECKING

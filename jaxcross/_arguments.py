@@ -1,9 +1,9 @@
 """Checks arguments, and resolves which of a step's arguments are donated or static.
 
-Users select a step's donated and static arguments with the same options as in `jax.jit`:
-`donate_argnums`, `donate_argnames`, `static_argnums` and `static_argnames`. They work as in
-`jax.jit`, with one exception: `jax.jit` ignores negative numbers in `donate_argnums`, whereas we
-count them from the last positional argument of a call.
+A step's donated and static arguments are selected with the same options as in `jax.jit`:
+`donate_argnums`, `donate_argnames`, `static_argnums` and `static_argnames`. They also work the same
+way, except that `jax.jit` ignores negative numbers in `donate_argnums`, whereas we count them from
+the last positional argument of a call.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Selection:
     """Some of a function's arguments, selected by number and by name; see `select`.
 
     Attributes:
-        numbers: The numbers of positional arguments. Negative ones count from a call's last
+        numbers: The numbers of positional arguments. Negative numbers count from a call's last
             positional argument.
         names: The names of arguments, for calls that pass them by name.
     """
@@ -138,10 +138,9 @@ def select(
 ) -> Selection:
     """Returns the arguments that are selected by these numbers and names, as `jax.jit` would.
 
-    A caller may pass the same argument by position or by name, and the selection should apply
-    either way. So if you pass only numbers, we look up the corresponding names in the function's
-    signature, and vice versa. If you pass both numbers and names, we use them as they are, as
-    `jax.jit` does.
+    A selected argument should be recognized whether a call passes it by position or by name. So if
+    you only pass numbers, we look up the corresponding names in the function's signature, and vice
+    versa. If you pass both, we use them as they are, just like `jax.jit`.
 
     Args:
         function: The function.

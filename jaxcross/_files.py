@@ -1,9 +1,9 @@
 """Writes files atomically, and locks files. Uses only the standard library.
 
-If a process is killed while it's writing a file, the file is incomplete and its old content is
-lost. So we write the new content to a temporary file (the "draft") first, and then rename it, which
-replaces the old file in one step. If the power fails, the rename may reach the disk before the
-content does. So we flush the draft to disk before we rename it, and afterwards flush the folder,
+A process that's killed while it's writing a file leaves it incomplete, and the old content is gone.
+So we first write the new content to a temporary file (the "draft") and then rename that file, which
+replaces the old one atomically. In a power failure, though, the rename may reach the disk before
+the content does, so we flush the draft to disk before we rename it, and afterwards the folder,
 which contains the file's name.
 
 File locks show whether another process is using a file.
@@ -88,8 +88,8 @@ def sync(path: Path) -> None:
 def lock(file: IO[Any]) -> bool:
     """Locks an open file until it's closed. Returns False if another process has the lock.
 
-    On a file system that doesn't support locks, we can't find out whether another process is using
-    the file, so this returns True there.
+    If the file system doesn't support locks, there's no way to tell whether another process is
+    using the file, so this returns True.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,7 +103,7 @@ def lock(file: IO[Any]) -> bool:
 def holder(path: Path) -> str:
     """Returns a description of the process that has locked a file: its pid, host and start time.
 
-    We can find out only about processes of the same user on the same host.
+    This only works for processes of the same user on the same host.
     """
     for fd in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # the process has ended or belongs to another user

@@ -1,9 +1,9 @@
-"""Imports a package's public names on first use, so that `jaxcross --help` needn't wait for JAX.
+"""Imports a package's public names on first use, so `jaxcross --help` needn't wait for JAX.
 
-Type checkers and editors find a package's public names only if they're ordinary imports. So each
-package imports them below `if TYPE_CHECKING:`, where the imports are never executed. This module
-parses the package's source code and reads the names from these imports, so that we don't need a
-second list of them.
+Type checkers and editors only find a package's public names if they're ordinary imports. So each
+package imports them below `if TYPE_CHECKING:`, where the imports are never executed. To avoid a
+second list of names, this module reads them from these imports by parsing the package's source
+code.
 """
 
 from __future__ import annotations

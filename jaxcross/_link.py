@@ -17,16 +17,16 @@ _MBPS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
 class Link:
     """An emulated network link: each exchange takes as long as its bytes would take on the link.
 
-    With an emulated link, you can check on a single machine whether exchanges overlap with
-    computation. Use the same link on every rank.
+    This lets you check on a single machine whether exchanges overlap with computation. Use the same
+    link on every rank.
 
-    Don't quote speed-ups that you have measured with an emulated link, because it isn't a model of
-    a real network. For example, an exchange that's waiting for the emulated link doesn't use a
-    core, whereas a real one does.
+    Don't quote speed-ups measured with an emulated link, because it isn't a model of a real
+    network. For example, an exchange that's waiting for the emulated link doesn't occupy a core,
+    whereas a real exchange does.
 
     Args:
         mbps: The rate in Mbit/s.
-        latency_s: The additional time of each exchange, in seconds.
+        latency_s: Additional time per exchange, in seconds.
 
     Raises:
         TypeError: An argument isn't a number.
@@ -49,8 +49,8 @@ class Link:
             raise ValueError(
                 f"a link needs a rate above 0 and a latency of 0 or more, not {self!r}"
             )
-        # The ranks compare their links as text. Convert the numbers to floats, because otherwise
-        # `Link(500)` and `Link(500.0)` would count as different.
+        # The ranks compare their links as text. Convert the numbers to floats, or `Link(500)` and
+        # `Link(500.0)` would count as different.
         for name in ("mbps", "latency_s"):
             object.__setattr__(self, name, float(getattr(self, name)))
 
@@ -64,8 +64,7 @@ class Link:
 
     @staticmethod
     def parse(text: str) -> Link | None:
-        """Parses a text such as `500mbit` or `10gbit`, and returns the link. Returns None for
-        `none`.
+        """Parses a text such as `500mbit` or `10gbit`, and returns the link, or None for `none`.
 
         Raises:
             ValueError: The text isn't a rate in kbit, mbit or gbit, or `none`.
@@ -87,10 +86,10 @@ _EMULATED: dict[object, Link | None] = {}  # one per open `with` block, the inne
 def emulated_link(link: Link | None) -> Iterator[None]:
     """Emulates a slow network: holds each exchange for as long as it would occupy `link`.
 
-    The link is used by every run that begins inside of the `with` block, in any thread of this
-    process, and for the whole run. The report of such a run says that its link was emulated. If you
-    nest these blocks, the innermost one is used; pass None to emulate no link inside of an outer
-    block. The ranks don't communicate when they enter the block, so every rank must enter it with
+    The link applies to every run that begins inside the `with` block, in any thread of this
+    process, and for the whole run. Such a run's report says that its link was emulated. If you nest
+    these blocks, the innermost block wins; pass None to turn off emulation inside an outer block.
+    Entering a block doesn't involve any communication, so make sure that every rank enters it with
     the same link.
 
     Raises:

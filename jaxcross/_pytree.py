@@ -1,10 +1,10 @@
 """Converts a job's state to named arrays on the host, and back.
 
-Both checkpoints and comparisons of replicas need each leaf of a state as plain bytes, together with
-a name. The difficulty is that a state contains more than JAX arrays: it may also have random keys,
-NumPy arrays and scalars, and Python numbers, and after a restart each leaf must have the same kind
-and type as before, and be on the same device. So we store a description of each leaf (`Form`)
-besides its array. Nothing in this module communicates or accesses files.
+Checkpoints and comparisons of replicas both need each leaf of a state as plain bytes with a name.
+The difficulty is that a state contains more than JAX arrays (random keys, NumPy arrays and scalars,
+Python numbers), and that after a restart, each leaf must have the same kind and type as before, and
+be on the same device. So we store a description of each leaf (`Form`) alongside its array. Nothing
+in this module communicates or accesses files.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ class Form:
         return f"{what}{list(self.shape)}"
 
     def fits(self, other: Form) -> bool:
-        """Whether a step would accept one instead of the other: JAX sees the same shape and
-        type.
-        """
+        """Whether JAX sees the same shape and type in both, so a step would accept either."""
         mine, theirs = (jax.dtypes.canonicalize_dtype(np.dtype(f.dtype)) for f in (self, other))
         return (self.shape, self.impl, mine) == (other.shape, other.impl, theirs)
 
@@ -98,8 +96,8 @@ def snapshot(state: Any) -> dict[str, Leaf]:
     taken = {}
     for path, leaf, form in pairs:
         values = jax.random.key_data(leaf) if form.kind == "key" else leaf
-        # Copy the array explicitly. On CPUs, NumPy would otherwise use the memory of the JAX array
-        # directly, and the next step may overwrite that memory if the array is donated to it.
+        # Make an explicit copy. On CPUs, NumPy would otherwise share the JAX array's memory, which
+        # the next step may overwrite if the array is donated to it.
         array = np.array(values, dtype=np.dtype(form.dtype), order="C", copy=True)
         taken[path] = Leaf(form, array, digest(form, array))
     return taken
@@ -134,15 +132,15 @@ def is_key(leaf: Any) -> bool:
 
 def digest(form: Form, array: np.ndarray) -> str:
     """Returns a digest of a leaf's form and bytes."""
-    # We use SHA-256 because many processors have special instructions for it. We measured 1.5 GB/s,
-    # compared with 0.6 GB/s for blake2b.
+    # We use SHA-256 because many processors have dedicated instructions for it: we measured 1.5
+    # GB/s, compared with 0.6 GB/s for blake2b.
     content = hashlib.sha256(repr(form).encode())
     content.update(array.reshape(-1).view(np.uint8).data)
     return content.hexdigest()
 
 
 def unlike(wanted: Mapping[str, Form], found: Mapping[str, Form]) -> str | None:
-    """Returns a text about the first difference because of which `found` can't replace `wanted`.
+    """Returns a text about the first difference that keeps `found` from replacing `wanted`.
 
     Returns None if there's no such difference.
     """
@@ -240,12 +238,13 @@ def _leaf(form: Form, array: np.ndarray, like: Any) -> Any:
         return _NUMBERS[form.kind][0](array[()])
     if form.kind in ("numpy", "generic"):
         return np.array(array) if form.kind == "numpy" else array[()]
-    # An array in JAX may be committed to a device or not. If it isn't, JAX may move it, e.g. to the
-    # device of the other operand of an addition. Restore that property too: commit the new array to
-    # a device only if the target's array is committed.
+    # A JAX array may or may not be committed to a device. If it isn't, JAX is free to move it, e.g.
+    # to the device of the other operand of an addition. Restore that property, too, by committing
+    # the new array only if the target's array is committed.
     place = like.sharding if isinstance(like, jax.Array) and like.committed else None
     if form.kind == "key":
-        # Take the generator from the target. We couldn't look up a user-defined one by its name.
+        # Take the generator from the target, because we couldn't look up a user-defined generator
+        # by name.
         key = jax.random.wrap_key_data(jnp.array(array), impl=jax.random.key_impl(like))
         return key if place is None else jax.device_put(key, place)
     value = jax.device_put(np.array(array), place)

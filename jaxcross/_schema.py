@@ -1,9 +1,9 @@
 """Converts records to and from plain data, using a record's type annotations as its schema.
 
-Plain data is everything that JSON and TOML can represent, e.g. dicts, lists and strings. We don't
+Plain data is anything that JSON and TOML can represent, e.g. dicts, lists and strings. We don't
 trust it, because most of it comes from files that people may have edited by hand. So msgspec checks
-the type of every field. In addition, a record can check values in its `__post_init__` method, e.g.
-whether a number is in range.
+the type of every field, and a record can check the values in its `__post_init__` method, e.g. that
+a number is in range.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from jaxcross.errors import clause
 T = TypeVar("T")
 
 MOST = 2**63 - 1
-"""The largest whole number in a record. Larger ones would overflow when they're converted to
-floats."""
+"""The largest whole number in a record. Larger numbers would overflow when converted to floats."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 """A whole number from 0 to `MOST`."""
@@ -31,9 +30,9 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 def record(data: Any, kind: type[T]) -> T:
     """Converts plain data to an instance of a dataclass, or of any other type msgspec supports.
 
-    A field with type `float` also accepts whole numbers, but booleans aren't accepted as numbers.
-    Fields with a default value may be missing in `data`. Entries of `data` for which there's no
-    field are ignored.
+    A `float` field also accepts whole numbers, but booleans never count as numbers. Fields with a
+    default value may be missing from `data`, and entries of `data` without a matching field are
+    ignored.
 
     Raises:
         ValueError: `data` doesn't match the annotations, or the constructor raised a TypeError or
@@ -51,10 +50,10 @@ def record(data: Any, kind: type[T]) -> T:
 
 
 def check_format(data: Any, number: int, what: str) -> None:
-    """Checks that data have the format that this version of jaxcross can read.
+    """Checks that data are in the format that this version of jaxcross can read.
 
     Args:
-        data: The plain data, in which the entry `format` is the number of the format.
+        data: The plain data, with the number of its format in the entry `format`.
         number: The format that this version can read.
         what: What the data are, in the plural, for the error message.
 

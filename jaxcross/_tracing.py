@@ -1,9 +1,9 @@
 """Information about the step that's being traced, for library code that the step calls.
 
-The user's step calls functions of this library, such as the update of a gradient exchange. While
-JAX traces the step, these functions need information that isn't among their arguments: the axes
-over which the step runs, and whether another exchange has already exchanged a gradient. They find
-it in a context variable.
+A user's step calls functions of this library, e.g. the `update` of a gradient exchange. While JAX
+traces the step, these functions need to know things that aren't among their arguments: which axes
+the step runs over, and whether another exchange has already exchanged a gradient. They look these
+up in a context variable.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Tracing:
     def __init__(self, axes: Iterable[str] = ()) -> None:
         self.axes = tuple(axes)
         self.running: list[tuple[str, frozenset[Hashable]]] = []
-        # The leaves that exchanges have returned, by `id`. Python may reuse the id of an object
-        # that no longer exists, so an entry is removed when its leaf is freed.
+        # Leaves returned by exchanges, keyed by `id`. Python may reuse the id of an object that no
+        # longer exists, so each entry is removed when its leaf is freed.
         self._exchanged: dict[int, ExchangedLeaf] = {}
 
     def note_exchanged(self, leaf: Any, by: str, axes: frozenset[Hashable]) -> None:

@@ -1,19 +1,18 @@
 """The supported versions of JAX and mpi4jax, and what to do if another one is installed. Pure.
 
-This module imports neither JAX nor mpi4jax, so that it can still give advice if they can't be
-imported.
+This module imports neither JAX nor mpi4jax, so it can still give advice if they can't be imported.
 
-There are no wheels of mpi4jax, so pip compiles it. To do so, pip installs the newest jaxlib into an
-isolated build environment, even if an older jaxlib is installed where you want to use it. XLA then
-refuses to run the compiled code, because it was compiled for a newer interface. To avoid that, pin
-jaxlib in the build environment: by `PIP_BUILD_CONSTRAINT` if you have pip 25.3 or later, by
-`PIP_CONSTRAINT` if it's older.
+There are no wheels for mpi4jax, so pip compiles it in an isolated build environment, for which it
+installs the newest jaxlib, even if you have an older jaxlib installed. XLA then refuses to run the
+compiled code, because it was compiled for a newer interface. To avoid that, pin jaxlib in the build
+environment, using `PIP_BUILD_CONSTRAINT` with pip 25.3 or later, and `PIP_CONSTRAINT` with older
+versions.
 """
 
 from __future__ import annotations
 
 JAX_FROM, JAX_BELOW = (0, 10), (0, 13)
-"""The same range as in pyproject.toml."""
+"""Must match the range in pyproject.toml."""
 
 
 def unsupported_jax(version: str) -> str:

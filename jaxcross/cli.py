@@ -16,8 +16,8 @@ INTERRUPTED = 130
 def parser() -> argparse.ArgumentParser:
     """Returns the command line's parser.
 
-    Each command has a module that defines its options. All of these modules are imported even for
-    `jaxcross --help`, so they mustn't import anything slow, such as JAX.
+    Each command's options are defined in a module of its own. All of these modules are imported
+    even for `jaxcross --help`, so they mustn't import anything slow, such as JAX.
     """
     top = argparse.ArgumentParser(
         prog="jaxcross",

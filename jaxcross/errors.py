@@ -1,6 +1,6 @@
 """The errors that jaxcross raises, and helper functions for their messages. Pure.
 
-For wrong arguments, we raise Python's own `TypeError` and `ValueError`.
+Invalid arguments raise Python's own `TypeError` and `ValueError`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ExchangeError(Exception):
 class JobError(Exception):
     """A job has failed, or was used in a way that its step doesn't support.
 
-    The message contains the job's name and, if they're known, the step and the rank.
+    The message contains the job's name and, if known, the step and the rank.
     """
 
     # If a job has failed: the first rank with the same cause, which has printed the error.
@@ -78,8 +78,7 @@ def clause(text: str) -> str:
 def first_line(text: str) -> str:
     """Returns the first line of a text.
 
-    If brackets are still open at the end of that line, we append an ellipsis and the closing
-    brackets.
+    If that line leaves brackets open, we append an ellipsis and the closing brackets.
     """
     line, _, rest = text.strip().partition("\n")
     return line.rstrip() + _closed(line) if rest else line
@@ -88,7 +87,7 @@ def first_line(text: str) -> str:
 def shortened(text: str, longest: int) -> str:
     """Returns at most `longest` characters of a text.
 
-    If the text is longer, we append an ellipsis and the closing brackets for those still open.
+    If the text is longer, we append an ellipsis and close any open brackets.
     """
     if len(text) <= longest:
         return text

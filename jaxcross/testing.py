@@ -1,15 +1,15 @@
-"""Runs all ranks of a step in one process, in lock step, without MPI.
+"""Runs all ranks of a step in one process, in lockstep, without MPI.
 
-With this module, you can test on one machine whether a step computes what it should. You can run a
+Use this module to test on a single machine whether a step computes what it should. You can run a
 cut program on all ranks (`run_program`), and compare the results with those of the `vmap` oracle
-(`vmap_oracle`), which knows nothing of cuts, segments or wires: it's just the uncut step under
-`jax.vmap`, so that JAX itself computes the exchanges. The `LocalRanks` class can be used wherever a
+(`vmap_oracle`), which knows nothing about cuts, segments or wires: it's just the uncut step under
+`jax.vmap`, leaving the exchanges to JAX itself. The `LocalRanks` class can be used wherever a
 `Wire` is expected.
 
-XLA may round differently if it compiles several equations together, depending on which equations
-these are. So `run_program` and `run_jaxpr` evaluate every equation of the jaxpr on its own. That's
-why you can compare the results of two programs bit for bit if they contain the same equations, even
-in a different order. Nothing in this module waits or communicates.
+XLA may round differently depending on which equations it compiles together. So `run_program` and
+`run_jaxpr` evaluate every equation of the jaxpr on its own, which lets you compare the results of
+two programs bit for bit if they contain the same equations, even in a different order. Nothing in
+this module waits or communicates.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def __dir__() -> list[str]:
 class LocalRanks:
     """A `Wire` whose ranks are all in this process.
 
-    A wire is the component that implements exchanges. With this one, a single rank can run without
-    the others: the method `lower` returns a function that replaces each exchange by a local
-    computation. Its result is what this rank would receive if every other rank sent the same values
-    as this one.
+    A wire is the component that implements exchanges. This wire lets a single rank run without the
+    others: its `lower` method returns a function that replaces each exchange with a local
+    computation, whose result is what this rank would receive if every other rank sent the same
+    values as this rank.
 
     Args:
         rank: The rank whose results `lower` computes.
@@ -94,7 +94,7 @@ def vmapped(
 ) -> Callable[..., Any]:
     """Returns `function` wrapped in one `jax.vmap` per axis, the first axis outermost.
 
-    While it's traced, the exchanges in it make the same checks as in a step.
+    While it's being traced, the exchanges in it perform the same checks as in a step.
     """
 
     @functools.wraps(function)
@@ -111,7 +111,7 @@ def vmapped(
 def vmap_oracle(
     step: Callable[..., Any], axes: Mapping[str, int], args_per_rank: Sequence[Sequence[Any]]
 ) -> list[Any]:
-    """Computes a step on all ranks with JAX alone: by compiled, nested `vmap` calls over the ranks.
+    """Computes a step on all ranks with JAX alone, using compiled `vmap` calls, nested over ranks.
 
     Args:
         step: A function with named-axis collectives over `axes`. They can't have
@@ -173,10 +173,10 @@ def run_program(
     *,
     compute: Callable[..., Any] | None = None,
 ) -> list[list[Any]]:
-    """Runs one step of a program on all ranks, in lock step.
+    """Runs one step of a program on all ranks, in lockstep.
 
-    This also checks whether the program frees values too early. The program declares after which
-    segment a value is no longer needed, and we delete it there. If a later segment still reads it,
+    This also catches programs that free values too early. A program declares after which segment a
+    value is no longer needed, and that's when we delete it. If a later segment still reads it,
     there's an error.
 
     Args:
@@ -223,14 +223,13 @@ def run_program(
 class ComputeUnderVmap:
     """Runs a compute segment on all ranks as a single XLA executable.
 
-    This is faster than evaluating each equation on its own, but the results aren't bitwise
-    identical to those.
+    Faster than evaluating each equation on its own, but the results aren't bitwise identical.
     """
 
     def __init__(self) -> None:
-        # The compiled functions, by the `id` of the segment's jaxpr. Each entry also contains the
-        # jaxpr itself and thereby keeps it alive, because Python could otherwise give the same id
-        # to another jaxpr.
+        # Compiled functions, keyed by the `id` of the segment's jaxpr. Each entry also holds a
+        # reference to the jaxpr itself to keep it alive, because Python could otherwise give the
+        # same id to another jaxpr.
         self._calls: dict[int, Any] = {}
 
     def __call__(
@@ -251,8 +250,8 @@ def run_jaxpr(
 ) -> list[list[Any]]:
     """Runs a jaxpr on all ranks, one equation at a time.
 
-    An equation with an exchange is evaluated for all ranks together; any other equation, for each
-    rank on its own.
+    Equations with an exchange are evaluated for all ranks together, and all others for each rank
+    separately.
 
     Args:
         jaxpr: The jaxpr.
@@ -368,8 +367,8 @@ def _while(
     body_consts = [v[n_cond : n_cond + n_body] for v in values]
     carry = [v[n_cond + n_body :] for v in values]
     places = list(range(len(values)))
-    # Each rank leaves the loop when its own condition is false. If other ranks continue and still
-    # need that rank for an exchange in the loop, the exchange raises an error.
+    # Each rank leaves the loop when its own condition is false. If other ranks carry on and still
+    # need it for an exchange in the loop, the exchange raises an error.
     while True:
         here = [meshes[p] for p in places]
         more = _evaluate(params["cond_jaxpr"], here, [[*cond_consts[p], *carry[p]] for p in places])
@@ -384,8 +383,8 @@ def _while(
         here = [meshes[p] for p in places]
         outs = _evaluate(params["body_jaxpr"], here, [[*body_consts[p], *carry[p]] for p in places])
         # If the user's step applies `vmap` to the loop, the condition is an array with one element
-        # per item of the batch. The loop then runs until all elements are false, and items whose
-        # own condition is already false keep their values.
+        # per batch item. The loop then runs until all elements are false, and items whose own
+        # condition is already false keep their values.
         for p, new in zip(places, outs, strict=True):
             masks = [
                 jnp.reshape(active[p], active[p].shape + (1,) * (jnp.ndim(x) - active[p].ndim))

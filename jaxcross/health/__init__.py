@@ -1,15 +1,15 @@
 """Detects ranks that hang or die, and then terminates all ranks.
 
-This folder depends on no other folder of the package.
+This folder doesn't depend on any other folder of the package.
 
-watchdog           reports which ranks haven't arrived, with their stacks, and terminates runs that
-                   hang; ensures that ranks leave MPI only when no rank sends any more
+watchdog           reports which ranks haven't arrived, with their stacks, and terminates hanging
+                   runs; keeps ranks from leaving MPI while others may still send
 heartbeat          a small message to two neighbours about once a second
 activity           what a rank is doing, and the report about a stuck wait
 flight_recorder    writes this rank's activities to a file that survives `kill -9`
 abort              terminates all ranks if one of them fails
 abort_notice       sends the other ranks the reason before they are terminated
-timed_comm         a communicator that detects calls which don't return
+timed_comm         a communicator that notices when a call doesn't return
 process            identity and state of a rank's process
 signals            Ctrl-C and SIGTERM: no signal is lost, and during a run, exceptions are stored
                    until the main thread asks for them

@@ -1,19 +1,20 @@
 """Terminates all ranks when one of them fails, whatever state MPI is in.
 
-MPI can't continue without a rank. If a rank raised an exception and just exited, the other ranks
+MPI can't carry on without a rank. If a rank raised an exception and just exited, the other ranks
 would wait for it in their next exchange, without any error, until somebody notices that the run
-makes no progress. So the failing rank prints what went wrong, sends the reason to the other ranks,
-and calls `MPI_Abort`, which terminates all of them.
+isn't getting anywhere. So the failing rank prints what went wrong, sends the reason to the other
+ranks, and calls `MPI_Abort`, which takes all of them down.
 
-We can't rely on any of these steps, because what made the rank fail may affect them as well: stderr
-may be closed or blocked, the link may be broken, or MPI may be stuck in a call of another thread.
-So before anything else, we start a timer that ends this process after 4 s in any case. When it's
-gone, `mpirun` or the other ranks' heartbeats notice that.
+None of these steps is guaranteed to work, because whatever made the rank fail may get in their way,
+too: stderr may be closed or blocked, the link may be down, or another thread may be stuck in an MPI
+call. So before anything else, we start a timer that ends this process after 4 s no matter what.
+`mpirun` or the other ranks' heartbeats will notice that it's gone.
 
-We also want one traceback rather than one per rank. If all ranks run into the same bug, the lowest
-of them prints it, and each of the others prints a single line. If a job has failed, `Runner.run`
-raises the same error on every rank at the end of the run; that error is printed without its
-traceback, because the job's own traceback was already printed when the job left the run.
+We also want a single traceback rather than one from every rank. If all ranks hit the same bug, the
+lowest rank prints its traceback and the others print a single line each. If a job has failed,
+`Runner.run` raises the same error on every rank at the end of the run; that error is printed
+without its traceback, because the job's own traceback was already printed when the job left the
+run.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from jaxcross._endings import ExitKind
 from jaxcross.errors import clause, first_line, shortened
 from jaxcross.health.tracebacks import ends_run, trim
 
-# Normally, `MPI_Abort` makes mpirun terminate all ranks immediately. This limit applies if MPI
+# Normally, `MPI_Abort` makes mpirun terminate all ranks immediately. This limit kicks in if MPI
 # itself is stuck.
 ABORT_GRACE_S = 4.0
-# The time between printing the reason for an abort and aborting. mpirun reads the ranks' output
-# through pipes. When it terminates the ranks, it drops whatever it hasn't read yet. Without this
-# delay, the message that explains the failure could be lost.
+# How long to wait between printing the reason for an abort and aborting. mpirun reads the ranks'
+# output through pipes, and when it terminates the ranks, it drops whatever it hasn't read yet.
+# Without this delay, we could lose the very message that explains the failure.
 _READ_S = 0.3
-# Exit codes, by the convention of shells: 128 plus the number of the signal.
+# Exit codes follow the shell convention: 128 plus the signal number.
 INTERRUPTED = 130
 TERMINATED = 143
 
@@ -54,8 +55,8 @@ class AbortReason:
         code: The exit code for all ranks.
         lost: The ranks that this rank reports as lost.
         script_raised: Whether the script itself raised an exception. If so, restarting the run is
-            pointless, because it would raise again. MPI's own exceptions don't count, because they
-            may be caused by a lost rank.
+            pointless, because it would only raise again. MPI's own exceptions don't count, because
+            they may be due to a lost rank.
     """
 
     text: str
@@ -80,14 +81,14 @@ class Terminated(KeyboardInterrupt):
 def abort_everywhere(message: str, reason: AbortReason, notify: Notify | None = None) -> NoReturn:
     """Prints `message`, sends the reason to the other ranks, and terminates all ranks through MPI.
 
-    Even if MPI doesn't react to the abort, this process ends itself within about 4 s. It does so
-    even if stderr is closed or blocked, another interrupt arrives, or the main thread ends in the
+    Even if MPI doesn't respond to the abort, this process is gone within about 4 s, regardless of
+    whether stderr is closed or blocked, another interrupt arrives, or the main thread ends in the
     meantime.
     """
     timer = threading.Timer(ABORT_GRACE_S, os._exit, args=(reason.code or 1,))
-    # The timer must not run in a daemon thread, because Python doesn't wait for those when it
-    # exits. If this function is called from a daemon thread while the main thread is ending, the
-    # interpreter could exit before the abort, with exit code 0, as if nothing had failed.
+    # The timer must not be a daemon thread, because Python doesn't wait for those at exit. If we're
+    # called from a daemon thread while the main thread is ending, the interpreter could beat us to
+    # the exit, with exit code 0, as if nothing had failed.
     timer.daemon = False
     with suppress(RuntimeError):  # raised if the interpreter is already shutting down
         timer.start()
@@ -104,7 +105,7 @@ def abort_everywhere(message: str, reason: AbortReason, notify: Notify | None = 
 def end_processes(code: int) -> NoReturn:
     """Terminates all ranks through MPI, without printing anything.
 
-    If MPI hasn't been loaded yet, this only ends this process. `mpirun` then terminates the others.
+    If MPI hasn't been loaded yet, this just ends this process and leaves the others to `mpirun`.
     """
     code = code or 1
     if "mpi4py.MPI" not in sys.modules:
@@ -121,15 +122,15 @@ def end_processes(code: int) -> NoReturn:
 def print_error(text: str) -> None:
     """Prints a text on stderr. Never raises."""
     with suppress(Exception):
-        # Printing raises if the stream is closed. We have to continue in that case, because the
-        # other ranks are still waiting. The text and its newline are printed by a single write, so
-        # another rank's output can't end up between them.
+        # Printing raises if the stream is closed. We have to carry on regardless, because the other
+        # ranks are still waiting. Text and newline go out in a single write, so another rank's
+        # output can't end up between them.
         print(f"{text}\n", end="", file=sys.stderr, flush=True)
         sys.stdout.flush()
 
 
 def is_interactive() -> bool:
-    """Whether a user types into this process: a prompt, `python -i`, IPython, or a notebook."""
+    """Whether a user is typing into this process: a prompt, `python -i`, IPython, or a notebook."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
@@ -145,11 +146,10 @@ def traceback_text(error: BaseException) -> str:
 class ExceptionHooks:
     """Exception hooks that terminate all ranks after an uncaught exception in any thread.
 
-    After an uncaught exception, the rank prints its number and the traceback before it terminates
-    all ranks. There are three situations in which an exception doesn't concern other ranks, so we
-    call the previously installed hooks instead: in a forked child process, because the rank itself
-    keeps running; in an interactive session, because the user can just continue; and if there's
-    only one rank.
+    After an uncaught exception, the rank prints its number and the traceback, and then terminates
+    all ranks. In three situations, an exception is none of the other ranks' business, and we fall
+    back to the previously installed hooks: in a forked child process (the rank itself keeps
+    running), in an interactive session (the user can just continue), and with a single rank.
 
     Args:
         rank: This rank.
@@ -159,7 +159,7 @@ class ExceptionHooks:
         notify: Sends the reason to the other ranks. None until there's a watchdog.
         failed_alike: Returns whether another rank has failed in the same way and is going to
             terminate all ranks. Waits for at most 1.5 s.
-        report: Records that this rank is going to print a reason of its own.
+        report: Records that this rank is going to print its own reason.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -178,7 +178,7 @@ class ExceptionHooks:
         threading.excepthook = self._on_thread_exception
 
     def _fails_alike(self, failure: AbortReason) -> bool:
-        """Whether another rank reports this failure, and if so, waits to be terminated by it."""
+        """Whether another rank reports this failure. If so, waits to be terminated by that rank."""
         alike = False
         with suppress(BaseException):  # after an interrupt, this rank reports the failure itself
             alike = self.failed_alike is not None and self.failed_alike(failure)
@@ -190,8 +190,8 @@ class ExceptionHooks:
     def _print(self, error: BaseException) -> None:
         heading = f"jaxcross: rank {self._rank} of {self._size} failed:"
         text = traceback_text(error)
-        # One write for heading and traceback. With several writes, the tracebacks of different
-        # ranks would be interleaved.
+        # Print heading and traceback in a single write, or the tracebacks of different ranks would
+        # get mixed up.
         if self._previous is sys.__excepthook__:
             print_error(f"{heading}\n{text}")
             return
@@ -202,7 +202,7 @@ class ExceptionHooks:
     def _show(
         self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
-        """Shows an exception like Python, but if it's a job's failure, leaves out its cause."""
+        """Shows an exception the way Python does, but leaves out the cause of a job's failure."""
         if self._previous is sys.__excepthook__ and getattr(value, "cause_rank", None) is not None:
             print_error("".join(traceback.format_exception(value, chain=False)).rstrip())
         else:
@@ -219,9 +219,9 @@ class ExceptionHooks:
         if issubclass(kind, KeyboardInterrupt):
             stop = stop_reason(rank, terminated=issubclass(kind, Terminated))
             abort_everywhere(f"jaxcross: {stop.text}; all {size} ranks end.", stop, self.notify)
-        # If the script itself raised an exception, a restart can't help, because it would raise
-        # again. An exception that comes from MPI is different: it may just mean that another rank
-        # was lost.
+        # If the script itself raised an exception, a restart won't help, because it would raise
+        # again. An exception that comes from MPI is a different matter: it may just mean that
+        # another rank was lost.
         failure = AbortReason(
             text=f"rank {rank} failed with {_short(kind, value)}",
             script_raised=not _is_of_mpi(kind),
@@ -234,15 +234,14 @@ class ExceptionHooks:
                 trim(value)
             self._show(kind, value, value.__traceback__)
             return
-        # If a job has failed, `Runner.run` raises an error at the end of the run, with the same
-        # text on every rank. The traceback of that error would only repeat what its text says. The
-        # traceback worth printing is that of its cause, i.e. of the exception that was raised on
-        # this rank.
+        # After a job has failed, `Runner.run` raises an error at the end of the run, with the same
+        # text on every rank. That error's traceback adds nothing to its text. The traceback worth
+        # printing is that of its cause, i.e. of the exception raised on this rank.
         if ends_run(value):
             self.report()
-            # If a job failed, its traceback was printed at the time when it left the run, so we
-            # don't print it again. The notes of the error are the same on all ranks, so only rank 0
-            # prints them.
+            # A failed job's traceback was already printed when the job left the run, so don't print
+            # it again. The error's notes are the same on all ranks, so it's enough for rank 0 to
+            # print them.
             if value.__cause__ is not None and getattr(value, "cause_rank", None) is None:
                 self._print(value.__cause__)
             notes = getattr(value, "__notes__", ()) if rank == 0 else ()
@@ -261,14 +260,14 @@ class ExceptionHooks:
         size = self._size
         error = args.exc_value
         own = args.thread is not None and args.thread.name.startswith("jaxcross-")
-        # If one of our own threads dies, e.g. the one that makes the exchanges, nothing takes over
-        # its work, and the run would wait for that thread forever. So we terminate all ranks in
-        # this case, even in an interactive session or with a single rank.
+        # If one of our own threads dies, e.g. the exchange thread, nothing takes over its work, and
+        # the run would wait for it forever. So in this case, terminate all ranks, even in an
+        # interactive session or with a single rank.
         continues = not own and (size == 1 or is_interactive())
         if os.getpid() != self._pid or continues:
             self._previous_of_threads(args)
             return
-        # As usual in Python, `SystemExit` ends only its own thread.
+        # As usual in Python, `SystemExit` only ends its own thread.
         if args.exc_type is SystemExit:
             return
         name = args.thread.name if args.thread is not None else "?"
@@ -293,7 +292,7 @@ def _nothing() -> None:
 
 
 def stop_reason(rank: int, *, terminated: bool) -> AbortReason:
-    """Returns the reason for an abort that a user or a batch system has requested."""
+    """Returns the reason for an abort requested by the user or a batch system."""
     if terminated:
         return AbortReason(
             text=f"rank {rank} received SIGTERM", kind=ExitKind.TERMINATED, code=TERMINATED

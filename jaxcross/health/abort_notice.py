@@ -1,9 +1,9 @@
-"""Abort notices: before a rank terminates all others, it tells them why, so that they can print it.
+"""Abort notices: before a rank terminates all others, it tells them why, so they can report it.
 
-Without a notice, the other ranks would be killed in the middle of their work, and their output
-wouldn't explain why. A rank that receives a notice prints one line with the reason and with what it
-was doing itself, and returns a receipt. The sender aborts as soon as it has all receipts. It waits
-for them for at most a second, because a rank that's dead or stuck never answers.
+Without a notice, the other ranks would be killed in the middle of their work, with nothing in their
+output to explain why. A rank that receives a notice prints one line with the reason and what it was
+doing at the time, and sends back a receipt. The sender aborts as soon as it has all receipts, or
+after a second at most, because a dead or stuck rank never answers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxcross.health.abort import AbortReason, end_processes, print_error
 from jaxcross.health.flight_recorder import FlightRecorder
 from jaxcross.health.timed_comm import TimedComm
 
-# MPI tags; see `watchdog` for the other ones.
+# MPI tags; see `watchdog` for the others.
 _NOTICE = 4
 _RECEIPT = 5
 _NOTIFY_S = 1.0
@@ -43,7 +43,7 @@ class AbortNotices:
         self._size: int = comm.Get_size()
         self._notifying = threading.Lock()
         self._notified = threading.Event()
-        # The sender and the reason of the notice because of which this rank exits.
+        # The sender and the reason of the notice that makes this rank exit.
         self._obeyed: tuple[int, str] | None = None
         self._reports = False  # whether this rank terminates all ranks itself, for its own reason
         self._receipts: list[Any] = []  # kept, because MPI reads a message until it's sent
@@ -73,9 +73,9 @@ class AbortNotices:
                 pending.append(self._comm.isend(notice, dest=rank, tag=_NOTICE))
         deadline = time.monotonic() + _NOTIFY_S
         while unnotified and time.monotonic() < deadline:
-            # While waiting for receipts of our own notice, answer other ranks' notices. If two
-            # ranks fail at the same time, each of them waits here for a receipt from the other.
-            # Without an answer, both would wait for the full second.
+            # Keep answering other ranks' notices while we wait for receipts of our own. If two
+            # ranks fail at the same time, each of them sits here waiting for the other's receipt,
+            # and without an answer, both would wait for the full second.
             other = self._receive()
             if other is not None:
                 self._answer(other[0])
@@ -89,26 +89,25 @@ class AbortNotices:
     def failed_alike(self, own: AbortReason) -> bool:
         """Whether another rank has sent a notice about the same failure. Waits at most 1.5 s.
 
-        If so, this rank prints a single line instead of its traceback, and the sender terminates
-        it.
+        If so, this rank prints a single line instead of its traceback, and leaves it to the sender
+        to terminate it.
         """
         from mpi4py import MPI
 
         if MPI.Is_finalized():
             return False
         # If all ranks raise the same exception, only one of them should print it. So each rank
-        # waits before it prints, and the higher its number, the longer it waits. The lowest failed
-        # rank therefore prints first, and the others receive its notice while they are still
-        # waiting.
+        # waits before it prints, and higher ranks wait longer. That way, the lowest failed rank
+        # prints first, and the others receive its notice while they're still waiting.
         deadline = time.monotonic() + min(_ALIKE_S * self._rank, _LONGEST_ALIKE_S)
         what = own.text.removeprefix(f"rank {self._rank} ")
         while self._obeyed is None:
             notice = self._receive()
             if notice is not None:
                 sender, reason, _, _ = notice
-                # If a check fails on rank N, the other ranks raise the same error, with the prefix
-                # "On rank N: " in its text. That's still the same failure, so ignore the prefix
-                # when comparing the texts.
+                # If a check fails on rank N, the other ranks raise the same error, prefixed with
+                # "On rank N: ". That's still the same failure, so ignore the prefix when comparing
+                # the texts.
                 alike = reason.removeprefix(f"rank {sender} ").startswith(
                     what.replace(f"On rank {sender}: ", "", 1)
                 )
@@ -127,13 +126,13 @@ class AbortNotices:
                 self._reports = True
                 return False
             threading.Event().wait(0.01)
-        # Another thread has processed a notice in the meantime, and has printed this rank's line.
+        # In the meantime, another thread has handled a notice and printed this rank's line.
         sender, reason = self._obeyed
         self._reports = not reason.removeprefix(f"rank {sender} ").startswith(what)
         return not self._reports
 
     def report(self) -> None:
-        """Records that this rank prints a reason of its own, and no other rank's."""
+        """Records that this rank prints its own reason instead of another rank's."""
         self._reports = True
 
     def check(self) -> None:
@@ -153,7 +152,7 @@ class AbortNotices:
         )
         self._answer(sender)  # once the sender has all receipts, it terminates all ranks
         # Usually, the sender of the notice terminates this rank within a few seconds. If the sender
-        # can't do that, because it's stuck itself, this rank terminates all ranks on its own.
+        # is stuck itself and can't, this rank terminates all ranks on its own.
         threading.Event().wait(_HOLD_S)
         end_processes(code)
 
@@ -166,9 +165,9 @@ class AbortNotices:
         from mpi4py import MPI
 
         status = MPI.Status()
-        # A matched probe finds a message and reserves it for this thread in a single operation.
-        # With a plain probe, two threads could find the same message. One of them would receive it,
-        # and the other one would wait forever for a message that doesn't exist.
+        # A matched probe finds a message and claims it for this thread in a single operation. With
+        # a plain probe, two threads could find the same message. One of them would receive it, and
+        # the other would wait forever for a message that's no longer there.
         message = self._comm.improbe(source=MPI.ANY_SOURCE, tag=_NOTICE, status=status)
         return None if message is None else (status.Get_source(), *message.recv())
 

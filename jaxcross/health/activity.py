@@ -1,4 +1,4 @@
-"""What a rank is doing, and the report that several ranks' watchdogs produce about a stuck wait."""
+"""What a rank is doing, and the watchdogs' joint report about a stuck wait."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """Something that a rank is doing: waiting for other ranks, computing, compiling, ...
+    """Something a rank is doing: waiting for other ranks, computing, compiling, ...
 
     Attributes:
         job: Name of the job, or "" for an activity that belongs to no job.
@@ -20,8 +20,8 @@ class Activity:
         number: Position in the shared sequence, i.e. among the waits that all ranks enter in the
             same order. 0 if the activity isn't part of it.
         since_s: When it began, as measured by `time.monotonic` on this rank.
-        local: Whether it depends on this rank alone when the activity ends. If so, other ranks
-            can't be to blame if it takes too long.
+        local: Whether the end of the activity depends on this rank alone. If so, no other rank can
+            be to blame if it takes too long.
     """
 
     job: str
@@ -43,7 +43,7 @@ class Activity:
         number: int = 0,
         local: bool = False,
     ) -> Self:
-        """Returns an activity that begins at this moment."""
+        """Returns an activity that begins now."""
         return cls(
             job=job,
             step=step,
@@ -74,7 +74,7 @@ class RankStatus:
         entered: How many waits of the shared sequence the rank has entered so far.
         waits: All waits that the rank is currently in.
         asking: Whether the rank is about to report a stuck wait itself.
-        recent_local: Jobs whose local wait ended a short while ago.
+        recent_local: Jobs whose local wait ended recently.
     """
 
     entered: int
@@ -83,10 +83,9 @@ class RankStatus:
     recent_local: frozenset[str] = frozenset()
 
     def may_be_late(self, job: str | None = None) -> bool:
-        """Whether the rank is in a local wait of the job, e.g. for data, or was until a short while
-        ago.
+        """Whether the rank is, or recently was, in a local wait of the job, e.g. for data.
 
-        With None, local waits of all jobs count.
+        With None, local waits of any job count.
         """
         local = self.recent_local.union(wait.job for wait in self.waits if wait.local)
         return bool(local) if job is None else job in local
@@ -110,8 +109,7 @@ def missing_ranks(
         what: The name of the wait.
         ranks: The ranks that must enter the wait.
         answers: The status of each rank, or None for ranks that didn't answer.
-        excuse_local: Whether to excuse ranks that are, or were until a short while ago, in a local
-            wait.
+        excuse_local: Whether to excuse ranks that are, or recently were, in a local wait.
     """
     late = {}
     for rank in ranks:
@@ -194,12 +192,12 @@ def late_ranks(
 ) -> list[int]:
     """Returns the ranks that hold up a wait.
 
-    Most waits are numbered, because all ranks enter them in the same order. So if another rank has
-    entered fewer of them than this one, it hasn't arrived at this wait yet, and holds it up.
+    Most waits are numbered, because all ranks enter them in the same order. So a rank that has
+    entered fewer of them than this rank hasn't arrived at this wait yet, and is holding it up.
 
-    A few waits have no number. For these, the caller determines the ranks that hold up the wait,
-    and passes them as `waiting_for`. We leave out those that didn't answer, because they are
-    reported separately.
+    A few waits have no number. For these, the caller works out which ranks are to blame and passes
+    them as `waiting_for`. Ranks that didn't answer are left out, because they're reported
+    separately.
     """
     if waiting_for is not None:
         return [r for r in sorted(waiting_for) if r not in answers or answers[r] is not None]
@@ -209,7 +207,7 @@ def late_ranks(
 def _different_waits(
     wait: Activity, answers: Mapping[int, RankStatus | None]
 ) -> list[tuple[int, Activity]]:
-    """Returns ranks that are in a different wait with the same number, together with that wait."""
+    """Returns ranks that are in a different wait with the same number, along with that wait."""
     return [
         (rank, other)
         for rank, status in sorted(answers.items())

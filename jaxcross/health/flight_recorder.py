@@ -1,16 +1,16 @@
 """The flight recorder, which writes this rank's activities to a file as they happen.
 
-You read this file after a run has failed, so it must survive anything that can end a process, even
-`kill -9`. If we collected the events in memory and wrote them at the end, they'd be lost in exactly
-those cases. So each event becomes one line, which is written immediately by one unbuffered `write`.
-As soon as `write` returns, the line is in the kernel, and the death of the process can't affect it
-any more. The file is opened for appending, so threads don't overwrite each other's lines. We don't
-call `fsync`, because it would only protect against a power failure, and it would make the thread
-wait for the disk.
+You'll read this file after a run has failed, so it has to survive anything that can end a process,
+even `kill -9`. Events that are collected in memory and written at the end would be lost in exactly
+those cases. So each event becomes a line that's written immediately, by a single unbuffered
+`write`. Once `write` returns, the line is in the kernel, and the death of the process can't affect
+it any more. The file is opened in append mode, so threads don't overwrite each other's lines. We
+don't call `fsync`, which would only protect against power failures, but make the thread wait for
+the disk.
 
-In a run that takes weeks, the file must not fill up the disk. So when it reaches its maximum size,
-we start a new file, and keep only the previous one. The new file begins with the activities that
-are in progress, so you can understand it without the old one.
+The file must not fill up the disk, even in a run that takes weeks. So when it reaches its maximum
+size, we start a new file and keep only the previous one. The new file begins with all activities in
+progress, so it makes sense on its own.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _LONGEST_TEXT = 2000
 class FlightRecorder:
     """This rank's current activities and, if there's a folder, its event file. Thread-safe.
 
-    No line is lost when the process ends, whatever ends it, because each line is written by a
-    single unbuffered write. Recording never waits for other ranks. If writing fails, e.g. because
-    the disk is full, this rank stops recording, but the training continues.
+    Each line is written by a single unbuffered write, so nothing is lost no matter how the process
+    ends. Recording never waits for other ranks. If a write fails, e.g. because the disk is full,
+    this rank stops recording, but training continues.
 
     Args:
         processes: The process of every rank.
@@ -65,7 +65,7 @@ class FlightRecorder:
         self.work_begun = threading.Event()
         self._tokens = itertools.count(1)
         self._open: dict[int, Activity] = {}
-        self._last: Activity | None = None  # the activity of a job that ended last
+        self._last: Activity | None = None  # the job activity that ended most recently
         self._saved: dict[str, str] = {}  # for each job, the line about its newest checkpoint
         self._file = -1
         self._previous = -1
@@ -76,7 +76,7 @@ class FlightRecorder:
         self._left_by = threading.local()  # each thread's last activity that raised
 
     def record_to(self, folder: str | os.PathLike[str]) -> None:
-        """Starts to record to `rank-K.jsonl` in `folder`, which is created if it doesn't exist.
+        """Starts recording to `rank-K.jsonl` in `folder`, which is created if it doesn't exist.
 
         Raises:
             OSError: The folder or the file can't be created.
@@ -100,7 +100,7 @@ class FlightRecorder:
         return token
 
     def end(self, token: int, *, failed: bool = False) -> None:
-        """Records the end of an activity. With `failed`, it ended by an exception."""
+        """Records the end of an activity. With `failed`, it ended with an exception."""
         activity = self._open.pop(token)
         if failed:
             self._left_by.activity = activity
@@ -147,7 +147,7 @@ class FlightRecorder:
             _log.warning("rank %d cannot write `%s`: %s", self._rank, path, error)
 
     def beat(self) -> None:
-        """Records that this rank was alive at this time."""
+        """Records that this rank is alive."""
         if self._file >= 0:
             self._write(f'{{"beat":1,"at":{time.monotonic_ns()}}}\n')
 
@@ -156,14 +156,14 @@ class FlightRecorder:
         self._record(note=shortened(text, _LONGEST_TEXT), job=job, step=step)
 
     def checkpoint(self, name: str, *, job: str, any_ranks: bool) -> None:
-        """Records a job's newest checkpoint, of which this rank has written its part.
+        """Records a job's newest checkpoint, once this rank has written its part of it.
 
-        Every later file begins with it, too.
+        The record is repeated at the beginning of every later file.
 
         Args:
             name: The checkpoint's name.
             job: The job's name.
-            any_ranks: Whether you can resume from it on a different number of ranks.
+            any_ranks: Whether a different number of ranks can resume from it.
         """
         facts = {"checkpoint": name, "job": job, "any_ranks": any_ranks, "at": time.monotonic_ns()}
         self._saved[job] = json.dumps(facts) + "\n"
@@ -175,11 +175,10 @@ class FlightRecorder:
     ) -> str:
         """Records why this rank exits, and returns what it was doing, as text.
 
-        The returned text is for error messages. After a failure, it describes the activity in which
-        the exception was raised, even if that activity is over by now.
+        The returned text is meant for error messages. After a failure, it describes the activity
+        that raised the exception, even if that activity is over by now.
 
-        If this method is called several times, only the first reason is recorded, because later
-        ones are usually consequences of it.
+        Only the first reason is recorded, because later reasons are usually just its consequences.
 
         Args:
             kind: How the rank exits.
@@ -205,8 +204,7 @@ class FlightRecorder:
     def describe(self) -> str:
         """Returns what this rank is doing, as text.
 
-        If the rank is waiting for other ranks, that's the answer. Otherwise it's the activity that
-        began last.
+        A wait for other ranks takes precedence. Otherwise, this is the activity that began last.
         """
         now = list(self._open.copy().values())
         if not now:
@@ -227,20 +225,20 @@ class FlightRecorder:
 
     def _write(self, line: str) -> None:
         try:
-            # Encode the line before reading `self._file`: another thread may run during the
-            # encoding, and start a new file.
+            # Encode the line before reading `self._file`, because another thread may get to run
+            # during the encoding and start a new file.
             text = line.encode()
             written = os.write(self._file, text)
             # Don't merge this with the write. In a single statement, Python would read the old
-            # count before the write, so whatever other threads add to the count during the write
-            # would be lost.
+            # count before the write, and we'd lose whatever other threads add to it during the
+            # write.
             self._written_bytes += written
             if self._written_bytes > LIMIT_BYTES and self._rotating.acquire(blocking=False):
                 try:
-                    # Another thread may have started a new file a moment ago, so that our byte
-                    # count is still that of the previous file. If we relied on it, we might start
-                    # yet another file, and the previous one, with most of the history, would be
-                    # deleted. So we ask the kernel for the size of the current file.
+                    # Another thread may have started a new file a moment ago, in which case our
+                    # byte count still refers to the previous file. If we trusted it, we might start
+                    # yet another file, which would delete the previous file with most of the
+                    # history. So ask the kernel for the size of the current file.
                     self._written_bytes = os.fstat(self._file).st_size
                     if self._written_bytes > LIMIT_BYTES:
                         self._start_file()
@@ -278,16 +276,16 @@ class FlightRecorder:
         if self._path.exists():
             os.replace(self._path, self._path.with_suffix(".old.jsonl"))
         os.replace(new, self._path)
-        # Don't close the old file yet, but at the next rotation. Another thread may have read the
-        # file's descriptor just before the change, and may be about to write to it.
+        # Keep the old file open until the next rotation. Another thread may have picked up its
+        # descriptor just before the switch, and be about to write to it.
         stale = self._previous
         self._previous = self._file
         self._file = file
         self._written_bytes = len(text)
-        # While we were creating the new file, other threads may have recorded in the old one that
-        # an activity begins or ends. So we write these lines to the new file as well; duplicates do
-        # no harm. The ends come last, because an activity whose beginning we've just recorded may
-        # have ended by now.
+        # While we were creating the new file, other threads may have recorded beginnings and ends
+        # of activities in the old file. Repeat these lines in the new file; duplicates do no harm.
+        # The ends come last, because an activity that we've just recorded as begun may have ended
+        # by now.
         begun = {
             token: activity
             for token, activity in self._open.copy().items()
@@ -307,7 +305,8 @@ def _all_begun(activities: Mapping[int, Activity], now_ns: int) -> list[str]:
 def _begun(token: int, activity: Activity, now_ns: int) -> str:
     """Returns the line for an activity's beginning, in JSON.
 
-    It's formatted by hand, because `json.dumps` would take as long as everything else per event.
+    It's formatted by hand, because `json.dumps` would take as long as everything else we do per
+    event.
     """
     return (
         f'{{"begin":{token},"at":{now_ns},"what":{_quoted(activity.label)},"job":{_quoted(activity.job)},'

@@ -1,9 +1,9 @@
 """Heartbeats: about once a second, each rank sends a small message to its two neighbours in a ring.
 
-In a ring, a rank sends and receives the same number of heartbeats however many ranks there are. If
-every rank sent heartbeats to all others, their total number would grow with the square of the
-number of ranks. If a rank doesn't hear from a neighbour for too long, or if the kernel says that
-the neighbour's process is gone, the rank reports that and terminates all ranks.
+In a ring, the number of heartbeats per rank doesn't depend on the number of ranks, whereas with
+heartbeats between all pairs of ranks, the total would grow quadratically. If a rank doesn't hear
+from a neighbour for too long, or the kernel says that the neighbour's process is gone, the rank
+reports that and terminates all ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LONGEST_BETWEEN_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostPeer:
-    """What a rank knows about a neighbour from which it gets no heartbeats any more.
+    """What a rank knows about a neighbour whose heartbeats have stopped.
 
     Attributes:
         rank: The neighbour's rank.
@@ -65,14 +65,14 @@ class BeatTimer:
     """How long ago each neighbour's last heartbeat was. Pure: time passes only in `tick`.
 
     Only time during which this rank itself is running counts. If a batch system suspends all ranks,
-    or you close a laptop's lid, no rank sends any heartbeats for hours. When the ranks continue,
-    none of them must be considered lost because of that.
+    or you close your laptop's lid, nobody sends heartbeats for hours. No rank should be declared
+    lost because of that once they all resume.
 
     Args:
         ranks: The neighbours.
-        heartbeat_timeout_s: The longest time between two heartbeats that counts as normal.
-        tick_s: The longest time between two ticks while this rank is running. If more time has
-            passed, the rank was suspended.
+        heartbeat_timeout_s: The longest gap between two heartbeats that's considered normal.
+        tick_s: The longest time between two ticks while this rank is running. A longer gap means
+            that the rank was suspended.
 
     Attributes:
         seconds: For each neighbour, the seconds since its last heartbeat.
@@ -161,17 +161,16 @@ class Heartbeat:
         self._sent_s = now_s
         self._flight.beat()
         for rank in self._neighbours:
-            # Don't send a heartbeat to a neighbour before the previous one has been sent
-            # completely. If the neighbour is suspended, it doesn't receive anything, and the
-            # heartbeats would pile up.
+            # Don't send a neighbour another heartbeat while the previous one is still in flight. A
+            # suspended neighbour doesn't receive anything, so its heartbeats would pile up.
             if rank not in self._sent or self._comm.test(self._sent[rank]):
                 self._sent[rank] = self._comm.isend(self._flight.describe(), dest=rank, tag=_BEAT)
         overdue = self._timer.tick(passed_s)
         for rank in self._timer.seconds:
             found = process_state(self._processes[rank], self._processes[self._rank])
-            # A process may be gone because it has aborted properly. In that case, it has sent an
-            # abort notice, which explains more than we can, but which may not have arrived yet. So
-            # we report the process only when we find it gone for the second time, about a second
+            # A process may be gone because it aborted in an orderly fashion. In that case, it has
+            # sent an abort notice, which explains more than we can, but may not have arrived yet.
+            # So we only report the process when we find it gone for the second time, about a second
             # later.
             if rank in overdue or (found == "gone" and rank in self._gone):
                 return self.lost_peer(rank)
@@ -193,10 +192,7 @@ class Heartbeat:
         )
 
     def exited(self) -> Mapping[int, int]:
-        """Returns the neighbours whose script has ended.
-
-        For each of them, there is the number of shared waits that it had entered.
-        """
+        """Returns the neighbours whose script has ended, and how many shared waits each entered."""
         return self._timer.exited
 
     def announce_exit(self, entered: int) -> None:

@@ -17,11 +17,11 @@ class ProcessId:
 
     Attributes:
         host: Name of its host.
-        machine: The kernel's boot id and process namespace. We need it in addition to `host`,
-            because two hosts or containers may have the same name. "" if unknown.
+        machine: The kernel's boot id and process namespace. Needed in addition to `host`, because
+            two hosts or containers may have the same name. "" if unknown.
         pid: The process id on that machine.
-        started: The process's start time in the kernel's clock ticks. We need it in addition to
-            `pid`, because the kernel reuses process ids. -1 if unknown.
+        started: The process's start time in the kernel's clock ticks. Needed in addition to `pid`,
+            because the kernel reuses process ids. -1 if unknown.
     """
 
     host: str
@@ -50,9 +50,9 @@ def process_state(process: ProcessId, seen_from: ProcessId) -> State:
     if not process.machine or process.started < 0 or (process.host, process.machine) != here:
         return "unknown"
     found = _stat(process.pid)
-    # The kernel reuses process ids. So if the start time is different, the process that we're
-    # looking for has ended, and its id now belongs to a new process. The states Z and X mean that
-    # the process is dead, but its parent hasn't collected it yet.
+    # The kernel reuses process ids, so a different start time means that the process we're looking
+    # for has ended and its id now belongs to another process. In the states Z and X, the process is
+    # dead, but its parent hasn't reaped it yet.
     if found is None or found[1] != process.started or found[0] in "ZX":
         return "gone"
     return "stopped" if found[0] in "Tt" else "running"
@@ -61,8 +61,8 @@ def process_state(process: ProcessId, seen_from: ProcessId) -> State:
 def _stat(pid: int) -> tuple[str, int] | None:
     """Returns a process's state and start time, or None if there's no such process or `/proc`."""
     try:
-        # The second field is the process's name, in parentheses. Since the name may itself contain
-        # spaces and parentheses, we only split what follows the last parenthesis.
+        # The second field is the process's name in parentheses, which may itself contain spaces and
+        # parentheses. So only split what follows the last parenthesis.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return fields[0], int(fields[19])
     except (OSError, IndexError, ValueError):

@@ -1,34 +1,31 @@
 """Handlers for Ctrl-C and SIGTERM that neither lose an interrupt nor interrupt a run at random.
 
-When a signal arrives, Python runs its handler in the main thread, between two arbitrary
-instructions. If the handler raises an exception, it's as if the code that was interrupted had
-raised it. There are three ways in which this can go wrong:
+Python runs signal handlers in the main thread, between two arbitrary instructions. If a handler
+raises an exception, it's as if the interrupted code had raised it. This can go wrong in three ways:
 
-- **The exception is lost.** If an exception is raised in a callback of the garbage collector,
-  Python prints and drops it. JAX installs such a callback, and garbage is collected all the time
-  while Python imports modules or JAX traces a function. So without this module, half of all Ctrl-Cs
-  would print "Exception ignored in _xla_gc_callback" and have no other effect. Something similar
-  can happen while an extension module is being loaded: its initialization may import other modules,
-  and may then mistake our exception for a failed import, or crash. So if the main thread is in one
-  of these places, our handler doesn't raise. It has the signal sent again a moment later
-  (`Postponement`).
+- **The exception is lost.** Python prints and drops exceptions raised in a callback of the garbage
+  collector. JAX installs such a callback, and garbage is collected all the time while Python
+  imports modules or JAX traces a function. So without this module, half of all Ctrl-Cs would print
+  "Exception ignored in _xla_gc_callback" and otherwise do nothing. Something similar can happen
+  while an extension module is being loaded: its initialization may import other modules, and then
+  mistake our exception for a failed import, or crash. So if the main thread is in one of these
+  places, our handler doesn't raise, but has the signal sent again a moment later (`Postponement`).
 
-  By that time, the script may have ended, and Python may be running the callbacks of `atexit`. An
-  exception would only interrupt one of them, and whatever it was about to close would stay open,
-  while the process would end anyway. So we drop a signal that was sent again if the interpreter is
-  exiting. A new signal still raises an exception there, because the user may be pressing Ctrl-C to
-  get past a callback that hangs.
+  By then, the script may have ended, with Python busy running `atexit` callbacks. An exception
+  would only interrupt one of these callbacks, and whatever it was about to close would stay open,
+  while the process would end anyway. So we drop a resent signal if the interpreter is exiting. A
+  new signal still raises an exception there, because the user may be pressing Ctrl-C to get past a
+  hanging callback.
 - **The handler never runs**, because the main thread is stuck in C code. This matters for SIGTERM,
-  with which batch systems end a job: if nothing happens, they kill the process a little later.
-  `SigtermHandler` normally treats SIGTERM like Ctrl-C. In addition, the watchdog's thread asks it
-  regularly whether a signal has arrived to which the main thread hasn't reacted.
-- **The exception comes at the wrong moment.** During a run, it could interrupt the main thread
-  while that thread is changing something. So `defer_signals` stores exceptions from signal handlers
-  until the main thread asks for them. This covers the user's own handlers as well, such as one for
-  a batch system's warning signal. There's one catch: after the run, e.g. while its last states are
-  being saved, the main thread doesn't ask any more, so the exception would never be raised. So when
-  a second signal arrives while the first exception is still stored, its exception is raised
-  immediately.
+  which batch systems use to end a job: if nothing happens, they kill the process a little later.
+  `SigtermHandler` normally treats SIGTERM like Ctrl-C. In addition, the watchdog's thread polls it
+  for signals that the main thread hasn't reacted to.
+- **The exception comes at the wrong moment.** During a run, it could hit the main thread in the
+  middle of an update. So `defer_signals` stores exceptions from signal handlers until the main
+  thread asks for them. This covers the user's own handlers as well, e.g. for a batch system's
+  warning signal. There's a catch: after the run, e.g. while final states are being saved, the main
+  thread no longer asks, so the exception would never be raised. That's why, if a second signal
+  arrives while the first exception is still stored, its exception is raised immediately.
 """
 
 from __future__ import annotations
@@ -51,9 +48,8 @@ if TYPE_CHECKING:
     from jaxcross.health.flight_recorder import FlightRecorder
 
 _AGAIN_S = 0.05
-# All signals within this time count as one. A batch system sends its signal to every process of a
-# job, including `mpirun`, and `mpirun` forwards the signal to the ranks. So each rank gets it
-# several times.
+# All signals within this time count as one. A batch system signals every process of a job,
+# including `mpirun`, which forwards the signal to the ranks, so each rank gets it several times.
 ONE_STOP_S = 2.0
 _REACT_S = 5.0
 _AT_ONCE_S = 0.5  # a user who presses Ctrl-C twice takes longer
@@ -63,7 +59,7 @@ Handler = Callable[[int, FrameType | None], object]
 
 @final
 class Postponement:
-    """Decides whether a signal handler raises now, or whether the signal is sent again later."""
+    """Decides whether a signal handler raises now or the signal is sent again later."""
 
     def __init__(self) -> None:
         self._sent_again = False
@@ -72,10 +68,10 @@ class Postponement:
         """Whether the handler should raise now. If not, the signal is sent again or dropped."""
         sent_again = self._sent_again
         self._sent_again = False
-        # Drop a signal that was sent again if the interpreter is exiting by now. We can tell from
-        # the main thread: Python marks it as ended as soon as the exit begins, although handlers
-        # still run in it. It wouldn't be enough if the timer's thread checked this before sending
-        # the signal, because the exit could begin before the signal arrives.
+        # Drop a resent signal if the interpreter is exiting by now. The main thread gives it away:
+        # Python marks it as ended as soon as the exit begins, even though handlers still run in it.
+        # It wouldn't be enough for the timer's thread to check this before sending the signal,
+        # because the exit could begin before the signal arrives.
         if sent_again and not threading.main_thread().is_alive():
             return False
         if not _would_be_lost(frame):
@@ -114,8 +110,8 @@ class InterruptHandler:
 def install_interrupt() -> bool:
     """Installs `InterruptHandler` for Ctrl-C. Returns whether it was installed.
 
-    If the script has installed a handler of its own, or there's an `InterruptHandler` already, that
-    one stays in place.
+    If the script has installed its own handler, or there's already an `InterruptHandler`, the
+    existing handler stays in place.
     """
     with suppress(ValueError):  # not in the main thread
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -141,18 +137,16 @@ class SigtermHandler:
         self._forking = threading.local()
 
     def install(self) -> None:
-        """Installs the handler, if this is the main thread and the script has no handler of its
-        own.
-        """
+        """Installs the handler if this is the main thread and the script has no handler itself."""
         if (
             threading.current_thread() is not threading.main_thread()
             or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
         ):
             return
-        # As long as the main thread is in C code, Python doesn't run any handler. But whatever the
-        # main thread is doing, as soon as a signal arrives, a byte is written to the wakeup pipe.
-        # The watchdog's thread reads that pipe, so it notices signals that haven't been handled
-        # yet.
+        # Python doesn't run handlers while the main thread is in C code. But an incoming signal
+        # immediately writes a byte to the wakeup pipe, no matter what the main thread is doing. The
+        # watchdog's thread reads that pipe, which is how it learns about signals that haven't been
+        # handled yet.
         self._pipe, end = os.pipe()
         os.set_blocking(self._pipe, False)
         os.set_blocking(end, False)
@@ -160,10 +154,10 @@ class SigtermHandler:
         others = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
         if others != -1:
             signal.set_wakeup_fd(others)
-        # Data loaders terminate their worker processes by SIGTERM. A forked worker inherits our
-        # handler and the rank's pipe, so the worker's signal would write a byte into that pipe, and
-        # the rank would terminate itself. So we remove the handler and the pipe in the child, and
-        # block SIGTERM during the fork until that's done.
+        # Data loaders terminate their worker processes with SIGTERM. A forked worker inherits our
+        # handler and the rank's pipe, so a signal to the worker would write a byte into that pipe,
+        # and the rank would terminate itself. So we remove the handler and the pipe in the child,
+        # and block SIGTERM during the fork until that's done.
         os.register_at_fork(
             before=self._hold_back, after_in_parent=self._let_through, after_in_child=self._forget
         )
@@ -171,7 +165,7 @@ class SigtermHandler:
     def overdue(self) -> bool:
         """Whether SIGTERM arrived more than 5 s ago, and the main thread hasn't reacted to it yet.
 
-        In that case, the main thread has been in C code all the time. Does not wait.
+        That means it has been in C code all along. Doesn't wait.
         """
         if self._pipe < 0:
             return False
@@ -198,7 +192,7 @@ class SigtermHandler:
 
     def _forget(self) -> None:
         handler = signal.getsignal(signal.SIGTERM)
-        # During a run, our handler is inside a `DeferredHandler`.
+        # During a run, our handler is wrapped in a `DeferredHandler`.
         if self._handle in (
             handler,
             getattr(handler, "handler", None),
@@ -211,8 +205,8 @@ class SigtermHandler:
         if not self._postponement.lets_through(number, frame):
             return
         now_s = time.monotonic()
-        # This signal has also written a byte into the pipe. Remove it, because otherwise a later
-        # call of `overdue` would find it and think that another signal has arrived.
+        # This signal has also written a byte into the pipe. Drain it, or a later call of `overdue`
+        # would mistake it for another signal.
         self._drain()
         if self._handled_s and now_s - self._handled_s < ONE_STOP_S:
             return
@@ -223,10 +217,10 @@ class SigtermHandler:
 
 @final
 class DeferredHandler:
-    """A signal handler that calls another handler, and stores the exception that it raises.
+    """A signal handler that wraps another handler and stores the exception it raises.
 
     Attributes:
-        handler: The other handler, which this one replaces.
+        handler: The wrapped handler.
     """
 
     def __init__(self, handler: Handler, kept: deque[BaseException], times_s: deque[float]) -> None:
@@ -243,7 +237,7 @@ class DeferredHandler:
                 raise  # in a forked child, nobody would ask for it
             now_s = time.monotonic()
             if self._times_s and now_s - self._times_s[-1] < _AT_ONCE_S:
-                # This is the same signal once more: a rank may get it from the launcher as well as
+                # This is the same signal again: a rank may get it from the launcher as well as
                 # directly.
                 return
             if self._kept:
@@ -256,7 +250,7 @@ class DeferredHandler:
 def defer_signals() -> Iterator[deque[BaseException]]:
     """Returns a context in which exceptions from signal handlers are stored instead of raised.
 
-    They are in the deque that the context yields, oldest first. Outside the main thread, the
+    They end up in the deque that the context yields, oldest first. Outside the main thread, the
     context has no effect.
     """
     kept: deque[BaseException] = deque()
@@ -272,6 +266,6 @@ def defer_signals() -> Iterator[deque[BaseException]]:
         yield kept
     finally:
         for number, handler in before.items():
-            # If the script has installed a different handler in the meantime, keep that one.
+            # If the script has installed a different handler in the meantime, leave it alone.
             if isinstance(signal.getsignal(number), DeferredHandler):
                 signal.signal(number, handler)

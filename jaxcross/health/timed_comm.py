@@ -1,8 +1,8 @@
-"""A communicator that detects calls which don't return.
+"""A communicator that notices when a call doesn't return.
 
-A send to a rank that has died may never return. With MPICH over TCP, for example, it retries
-forever. The thread that called it is then stuck inside MPI and can't report anything. So another
-thread measures how long each call takes, and reports calls that take too long.
+A send to a dead rank may never return; with MPICH over TCP, for example, it retries forever. The
+calling thread is then stuck inside MPI and can't report anything. So a second thread keeps track of
+how long each call takes, and reports calls that take too long.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class TimedComm:
     Args:
         comm: A communicator that nothing else uses.
         limit_s: How many seconds a call may take.
-        on_stuck: Called in the other thread if a call takes longer. It gets the rank to which the
-            call was addressed, or None if the call wasn't addressed to a particular rank.
+        on_stuck: Called in the second thread if a call takes longer, with the rank that the call
+            was addressed to, or None if it wasn't addressed to a particular rank.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class TimedComm:
         self._thread = threading.Thread(target=self._watch, name="jaxcross-guard", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread that measures the calls."""
+        """Starts the thread that times the calls."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -97,10 +97,10 @@ class TimedComm:
             del self._calls[number]
 
     def _watch(self) -> None:
-        # Measure time by counting this thread's iterations, rather than by reading a clock. A clock
-        # continues while the process is suspended, so a call that was in progress at that time
-        # would seem to be stuck. Like the call, this thread doesn't run in the meantime, so it
-        # doesn't count that time.
+        # Measure time by counting this thread's iterations rather than by reading a clock. A clock
+        # keeps running while the process is suspended, so a call in progress at that time would
+        # seem to be stuck. This thread is suspended along with the call, so it doesn't count that
+        # time.
         between_s = min(_LONGEST_BETWEEN_S, self._limit_s / 5)
         lasting: dict[int, float] = {}
         while not self._stop.wait(between_s):

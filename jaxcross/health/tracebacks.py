@@ -1,8 +1,8 @@
-"""Python stacks in a form that's useful for users: of all threads, or of an exception.
+"""Python stacks in a form that's useful to users: of all threads, or of an exception.
 
-From an exception's traceback, we remove the frames that don't help the user: those that start the
-script, and our own ones at both ends. What's left starts at the script's first line, and ends at
-the last line of the user's own code.
+We strip an exception's traceback of frames that don't help the user: those that start the script,
+and our own frames at both ends. What's left begins with the script's first line and ends with the
+last line of the user's own code.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from jaxcross.errors import CutError, ExchangeError, JobError
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _STARTERS = ("<frozen runpy>", "mpi4py/__main__.py", "mpi4py/run.py")
-# Errors that we raise on purpose, to tell the user about a mistake. Our own frames don't help with
-# those, so we remove them. Any other exception that comes from our code may be due to a bug in it,
-# so its traceback keeps our frames.
+# Errors that we raise on purpose, to tell the user about a mistake. Our own frames are just noise
+# in their tracebacks, so we remove them. Any other exception from our code may be due to a bug in
+# it, so there our frames stay.
 _OUR_ERRORS = (CutError, ExchangeError, JobError, TypeError, ValueError)
 
 
 def trim(error: BaseException) -> None:
     """Removes from a traceback the frames that start a script, and our own frames at both ends.
 
-    The exceptions that caused this one are trimmed as well. If all frames of a traceback would be
-    removed, it stays as it is. If the user has set `jax_traceback_filtering` to `off`, nothing is
-    trimmed.
+    The exceptions that caused this error are trimmed as well. A traceback that would end up empty
+    is left as it is. If the user has set `jax_traceback_filtering` to `off`, this is a no-op.
     """
     import jax
 
@@ -46,7 +45,7 @@ def trim(error: BaseException) -> None:
 def ends_run(error: BaseException) -> bool:
     """Whether `Runner.run` raised this error at the end of a run, because a job has failed.
 
-    Such an error is raised on every rank, but its cause is what happened on this one.
+    Such an error is raised on every rank, but its cause is what happened on this rank.
     """
     frames = [line.tb_frame for line in _lines(error.__traceback__)]
     places = {(frame.f_globals.get("__name__"), frame.f_code.co_name) for frame in frames}
@@ -94,10 +93,10 @@ def stacks() -> str:
 def _frames() -> dict[int, FrameType]:
     """Returns the current frame of every thread.
 
-    Disables garbage collection meanwhile, because Python before 3.11.9 could deadlock
-    (python/cpython#106883). It holds a lock while it lists the frames. If garbage is collected at
-    that moment, another thread may get to run. If that thread is just starting or exiting, it needs
-    the same lock.
+    Disables garbage collection in the meantime, to avoid a deadlock in Python before 3.11.9
+    (python/cpython#106883), which holds a lock while it lists the frames. If garbage collection
+    kicks in at that moment, another thread may get to run, and if that thread is just starting or
+    exiting, it needs the same lock.
     """
     collects = gc.isenabled()
     gc.disable()

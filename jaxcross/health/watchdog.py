@@ -1,28 +1,26 @@
-"""The watchdog: a thread on each rank that finds out why ranks are waiting, and ends hanging runs.
+"""The watchdog: a thread on each rank that finds out why ranks are waiting and ends hanging runs.
 
-We could have put a timeout on every exchange, but then the error would only tell you *that* a rank
-is waiting, rather than which rank hasn't arrived. So if a wait takes too long, the watchdog asks
-the watchdogs of all other ranks what their ranks are doing. From the answers, it can name the ranks
-that haven't arrived, together with what they are doing, and make them print their stacks. The
-watchdogs send each other point-to-point messages on a communicator of their own, and these get
-through even if a collective on another communicator is stuck.
+A timeout on every exchange would only tell you *that* a rank is waiting, not which rank hasn't
+arrived. So if a wait takes too long, the watchdog asks the watchdogs of all other ranks what their
+ranks are up to. From the answers, it can name the ranks that haven't arrived and what they're doing
+instead, and make them print their stacks. The watchdogs exchange point-to-point messages on their
+own communicator, which get through even if a collective on another communicator is stuck.
 
-All ranks enter most of their waits (exchanges, votes, ...) in the same order, so a watchdog just
-numbers them. If rank 3 has entered 17 waits, and this rank is in its 18th, then rank 3 hasn't
-arrived. A few waits don't have a place in this sequence, e.g. a job's wait for its own data. For
-these, the caller provides a function that determines the missing ranks (`WaitingFor`).
+All ranks enter most of their waits (exchanges, votes, ...) in the same order, so a watchdog can
+just number them: if rank 3 has entered 17 waits and this rank is in its 18th, rank 3 hasn't
+arrived. A few waits aren't part of this sequence, e.g. a job's wait for its own data. For these,
+the caller provides a function that determines the missing ranks (`WaitingFor`).
 
-If one rank is late, all other ranks are stuck in the same wait, and their watchdogs notice that at
-about the same time. Only one of these watchdogs should report it; `_investigate` explains how they
-choose.
+If one rank is late, all other ranks are stuck in the same wait, and their watchdogs notice at about
+the same time. Only one of them should report it; see `_investigate` for how they decide which.
 
-A rank that was suspended isn't late. When a batch system suspends the processes, or a user stops
-them by Ctrl-Z, the clock continues although no rank is running. So we detect such gaps, and
-subtract them from the duration of all waits.
+A suspended rank isn't late. When a batch system suspends the processes, or the user stops them with
+Ctrl-Z, the clock keeps running while no rank does. So we detect such gaps, and subtract them from
+the duration of all waits.
 
-The watchdog's thread also does everything else that has to continue even if the main thread is
-stuck: it sends and receives heartbeats and abort notices, detects that the main thread doesn't
-react to SIGTERM, and runs the barriers at the end of the script.
+The watchdog's thread also takes care of everything else that has to go on even if the main thread
+is stuck: it sends and receives heartbeats and abort notices, detects that the main thread isn't
+reacting to SIGTERM, and runs the barriers at the end of the script.
 """
 
 from __future__ import annotations
@@ -48,11 +46,11 @@ from jaxcross.health.timed_comm import TimedComm
 from jaxcross.health.tracebacks import stacks
 
 WaitingFor = Callable[[Mapping[int, RankStatus | None]], Mapping[int, str] | None]
-"""A function that determines the ranks that hold up a wait, each with the reason.
+"""A function that returns the ranks that are holding up a wait, each with the reason.
 
-It's called just before a report, with the other ranks' answers. The result may contain this rank
+It's called just before a report, with the other ranks' answers. The result may include this rank
 itself. An empty result means that the wait is held up by something that's monitored separately, so
-it isn't reported. None means that all ranks have arrived, so the wait should have ended.
+it isn't reported. None means that all ranks have arrived and the wait should be over.
 """
 
 
@@ -78,7 +76,7 @@ class Watchdog:
         processes: The process of every rank.
         heartbeat_timeout_s: After this many seconds without a heartbeat, a rank is reported and all
             ranks are aborted. 0 for never.
-        sigterm: Detects a SIGTERM to which the main thread doesn't react, because it's in C code.
+        sigterm: Detects a SIGTERM that the main thread doesn't react to because it's in C code.
     """
 
     def __init__(
@@ -93,9 +91,9 @@ class Watchdog:
     ) -> None:
         self._flight = flight
         self._sigterm = sigterm
-        # How long an MPI call may take before it counts as stuck. That's as long as a rank may be
-        # without a heartbeat. If the user has chosen a very short time, the minimum keeps ordinary
-        # calls from looking stuck.
+        # How long an MPI call may take before it counts as stuck: as long as a rank may go without
+        # a heartbeat. The lower bound keeps ordinary calls from looking stuck if the user has
+        # chosen a very short timeout.
         self._limit_s = max(heartbeat_timeout_s or timeout_s, _LEAST_CALL_S)
         timed = TimedComm(comm, limit_s=self._limit_s, on_stuck=self._on_stuck_call)
         self._comm = timed
@@ -117,14 +115,14 @@ class Watchdog:
         self._shutdown: ShutdownBarrier | None = None
         self._asking = False
         self._questions = 0
-        self._asked: set[int] = set()  # ranks that have asked this one, so they're about to report
+        self._asked: set[int] = set()  # ranks that have asked this rank and are about to report
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxcross-watchdog", daemon=True)
 
     def start(self) -> None:
         """Starts the watchdog's thread.
 
-        Does nothing if there's only one rank, because a single rank never waits for another one.
+        A no-op with a single rank, which never has anyone to wait for.
         """
         if self._others:
             self._comm.start()
@@ -154,7 +152,7 @@ class Watchdog:
         return self._notices.failed_alike(own)
 
     def report(self) -> None:
-        """Records that this rank prints a reason of its own, and no other rank's."""
+        """Records that this rank prints its own reason instead of another rank's."""
         self._notices.report()
 
     def monitor(
@@ -181,8 +179,8 @@ class Watchdog:
     ) -> int:
         """Begins a wait. Returns a token for `leave`."""
         if local and waiting_for is None:
-            # No other rank can be late for a local wait, so if it's too long, the report names this
-            # rank.
+            # No other rank can be late for a local wait, so if it takes too long, the report blames
+            # this rank.
             itself = {self._rank: f"its own {what} takes this long"}
             waiting_for = lambda _: itself  # noqa: E731
         with self._lock:
@@ -206,7 +204,7 @@ class Watchdog:
         self._flight.end(token, failed=failed)
 
     def renew(self, token: int) -> None:
-        """Restarts a wait's clock, because whatever it waits for has made progress."""
+        """Resets a wait's timer, because whatever it's waiting for has made progress."""
         with self._lock:
             if token in self._waits:
                 wait, waiting_for = self._waits[token]
@@ -216,9 +214,9 @@ class Watchdog:
         with self._lock:
             waits = tuple(wait for wait, _ in self._waits.values())
             # While this rank was in a local wait, e.g. loading data, the other ranks may have been
-            # waiting for it. Their waits include that time, so they may be over the limit right
-            # after the local wait has ended, although this rank isn't stuck. So we excuse this rank
-            # for another `timeout_s`.
+            # waiting for it. That time counts towards their waits, which may exceed the limit right
+            # after the local wait ends, even though this rank isn't stuck. So excuse it for another
+            # `timeout_s`.
             since_s = time.monotonic() - self.timeout_s
             self._local_ended_s = {
                 job: end_s for job, end_s in self._local_ended_s.items() if end_s > since_s
@@ -236,9 +234,9 @@ class Watchdog:
         while True:
             try:
                 if self._stop.wait(self._interval_s):
-                    # This rank's script has ended. But other ranks' scripts may still be running,
-                    # and those ranks still need this one's heartbeats, answers and notices. So this
-                    # thread continues until all ranks have reached the barrier.
+                    # This rank's script has ended, but others may still be running, and their ranks
+                    # need our heartbeats, answers and notices. So keep going until all ranks have
+                    # reached the barrier.
                     self._shutdown = self._shutdown or self._begin_shutdown()
                     if self._shutdown.passed():
                         return
@@ -252,9 +250,9 @@ class Watchdog:
                 )
 
     def _attend(self) -> None:
-        """Does what can't wait, whatever else this thread is doing.
+        """Takes care of everything that can't wait.
 
-        It must be called at least once per second, even while this thread is waiting for answers.
+        Must be called at least once per second, even while this thread is waiting for answers.
         """
         self._leave_out_stops()
         self._notices.check()
@@ -267,10 +265,10 @@ class Watchdog:
             )
 
     def _leave_out_stops(self) -> None:
-        """Detects that the process was suspended, and subtracts that time from all waits."""
+        """Detects if the process was suspended, and subtracts that time from all waits."""
         now_s = time.monotonic()
-        # One iteration of this thread takes less than a second. So if the last iteration was longer
-        # ago than that, the whole process must have been suspended, e.g. by SIGSTOP.
+        # An iteration of this thread takes less than a second. If the last iteration was longer ago
+        # than that, the whole process must have been suspended, e.g. by SIGSTOP.
         stopped_s = now_s - self._looked_s - _LONGEST_TURN_S
         self._looked_s = now_s
         if stopped_s <= 0:
@@ -285,7 +283,7 @@ class Watchdog:
                 job: min(end_s + stopped_s, now_s) for job, end_s in self._local_ended_s.items()
             }
         if self._shutdown is not None and self._shutdown.stopped_sending_s is not None:
-            # This is a limit as well, so the same correction applies.
+            # The second barrier is timed as well, so the same correction applies.
             self._shutdown.stopped_sending_s += stopped_s
 
     def _look_at_waits(self) -> None:
@@ -312,8 +310,8 @@ class Watchdog:
 
     def _exchange_beats(self) -> None:
         if self._shutdown is not None and self._shutdown.stopped_sending_s is not None:
-            # After the first barrier, no rank sends heartbeats any more, so a missing heartbeat
-            # doesn't mean anything. The only sign of a lost rank is then that the second barrier
+            # Ranks stop sending heartbeats after the first barrier, so missing heartbeats no longer
+            # mean anything. From then on, the only sign of a lost rank is that the second barrier
             # takes too long.
             if time.monotonic() - self._shutdown.stopped_sending_s > self._limit_s:
                 self._report(
@@ -334,8 +332,8 @@ class Watchdog:
             number, question = self._comm.recv(source=asker, tag=_QUERY)
             if question == "stacks":
                 with suppress(Exception):
-                    # This raises if the stream is closed, or if its encoding lacks a character of a
-                    # stack.
+                    # Printing raises if the stream is closed or its encoding lacks a character
+                    # that's in the stacks.
                     print(f"jaxcross: stacks of rank {self._rank}:\n{stacks()}", flush=True)
             else:
                 with self._lock:
@@ -343,7 +341,7 @@ class Watchdog:
             self._comm.send((number, self._status()), dest=asker, tag=_ANSWER)
 
     def _on_stuck_call(self, rank: int | None) -> None:
-        """Reports that an MPI call of a watchdog thread doesn't return."""
+        """Reports that an MPI call made by the watchdog doesn't return."""
         if rank is None or self._heartbeat is None:
             whom = "any rank" if rank is None else f"rank {rank}"
             self._report(
@@ -356,9 +354,9 @@ class Watchdog:
 
     def _check_exited(self, wait: Activity) -> None:
         """Reports a neighbour whose script ended before it entered this wait."""
-        # A neighbour whose script has ended will never enter this wait, so we needn't let it last
-        # for the full `timeout_s`. But if the script ended because of an error, the neighbour sends
-        # an abort notice right after announcing its exit. The notice explains more than we can, so
+        # A neighbour whose script has ended will never enter this wait, so there's no point in
+        # waiting for the full `timeout_s`. But if an error ended the script, the neighbour sends an
+        # abort notice right after announcing its exit. The notice explains more than we can, so
         # give it some time to arrive.
         if (
             self._heartbeat is None
@@ -388,8 +386,8 @@ class Watchdog:
         answers: dict[int, RankStatus | None] = dict.fromkeys(ranks)
         status = MPI.Status()
         # Limit the number of iterations rather than the time. If this process is suspended while
-        # it's waiting for the answers, it can still read them when it continues. A time limit would
-        # be over by then.
+        # it's waiting for the answers, it can still read them once it resumes, whereas a time limit
+        # would have expired by then.
         for _ in range(round(_ANSWER_S / _ASKING_INTERVAL_S)):
             if None not in answers.values():
                 break
@@ -400,8 +398,8 @@ class Watchdog:
                 if number == self._questions:  # otherwise it's a late answer to an earlier question
                     answers[source] = answer
             self._stop.wait(_ASKING_INTERVAL_S)
-        # If a rank didn't answer, its question may not even have been sent yet. We drop the MPI
-        # request anyway, because an abort usually comes next.
+        # If a rank didn't answer, the question may not even have gone out yet. Drop the MPI request
+        # anyway, because an abort usually comes next.
         del pending
         return answers
 
@@ -409,18 +407,18 @@ class Watchdog:
         """Reports a stuck wait and aborts all ranks, unless another rank does so or the wait ends.
 
         Several ranks usually notice the same stall at about the same time, but a single report is
-        enough. They can only find out from their questions to each other, and from the answers,
-        which of them should report. These are the rules:
+        enough. To decide who reports, they have nothing to go by but their questions to each other
+        and the answers. The rules are:
 
-        - A rank that was asked by another rank before it asked itself leaves the report to that
+        - A rank that gets asked before it has asked anyone itself leaves the report to the asking
           rank.
-        - If two ranks ask each other at the same time, they find that out from the answers. The
-          lower rank then reports.
-        - If a rank has asked this one but doesn't answer, it's probably reporting already.
-        - The rank to which the report was left may fail to produce it. So a rank that's still alive
-          after 10 s reports anyway.
-        - A rank always reports its own local waits, because the other ranks excuse a rank that's in
-          one.
+        - If two ranks ask each other at the same time, they learn that from the answers, and the
+          lower rank reports.
+        - A rank that has asked this rank but doesn't answer is probably reporting already.
+        - In case the rank that was supposed to report fails to, a rank that's still alive after 10
+          s reports anyway.
+        - A rank always reports its own local waits, because the other ranks excuse it during such a
+          wait.
         """
         with self._lock:
             wait, waiting_for = self._waits.get(token, (None, None))
@@ -435,8 +433,8 @@ class Watchdog:
                 self._attend()
             if not self._stop.is_set():
                 answers = self._ask("status", self._others)
-        # Asking may have taken several seconds. By now, the wait may be over. Or the process may
-        # have been suspended, so that the wait only seemed to be long. So check again.
+        # Asking may have taken several seconds, and the wait may be over by now. Or it only seemed
+        # long because the process was suspended. So check again.
         self._leave_out_stops()
         wait = self._lasts(token)
         self._asking = wait is not None and not self._stop.is_set()
@@ -448,10 +446,10 @@ class Watchdog:
         if self._lasts(token) is None:
             self._asking = False
             return
-        # At the moment, no rank can be blamed for the wait, so let it continue. A rank that hasn't
-        # answered may be the culprit, but in that case it will stop sending heartbeats, and will be
-        # reported for that. Without heartbeats, nothing else would detect such a rank, so we report
-        # it now.
+        # No rank can be blamed for the wait at the moment, so let it go on. A rank that hasn't
+        # answered may be the culprit, but if so, it will stop sending heartbeats and be reported
+        # for that. With heartbeats turned off, nothing else would catch such a rank, so report it
+        # now.
         if (
             ranks is not None
             and not ranks
@@ -465,7 +463,7 @@ class Watchdog:
     def _leaves_report(self, answers: Mapping[int, RankStatus | None]) -> bool:
         """Whether the answers to this rank's question show that another rank is going to report."""
         with self._lock:
-            asked = set(self._asked)  # ranks that asked this one while it was asking them
+            asked = set(self._asked)  # ranks that asked this rank while it was asking them
         return any(
             r in asked if s is None else s.asking and r < self._rank for r, s in answers.items()
         )
@@ -477,9 +475,9 @@ class Watchdog:
         ranks: Mapping[int, str] | None,
     ) -> NoReturn:
         late = late_ranks(wait, answers, ranks)
-        # The late ranks print their own stacks when they receive this question. We don't need their
-        # answers, but we wait for them, because the abort that comes next would otherwise interrupt
-        # the printing.
+        # This question makes the late ranks print their own stacks. We don't need their answers,
+        # but wait for them anyway, because the abort that comes next would otherwise cut off the
+        # printing.
         self._ask("stacks", [r for r in late or self._others if r != self._rank])
         waited_s = time.monotonic() - wait.since_s
         report = stall_report(self._rank, wait, waited_s, answers, ranks)
@@ -503,7 +501,7 @@ class Monitor:
         self._enter = enter
 
     def renew(self) -> None:
-        """Restarts the clock, because whatever the context waits for has made progress."""
+        """Resets the timer, because whatever the context is waiting for has made progress."""
         self._watchdog.renew(self._token)
 
     def __enter__(self) -> None:
@@ -522,19 +520,19 @@ class Monitor:
 class ShutdownBarrier:
     """Two barriers at the end of the script, after which MPI may be finalised.
 
-    No rank may finalise MPI as long as another rank might send it a message. But MPI doesn't ensure
-    that: it lets a rank finalise before the others do. If another rank then sends a message to it,
-    MPICH over TCP retries forever, and the sender hangs.
+    No rank may finalise MPI while another rank might still send it a message, but MPI doesn't
+    enforce that. If a rank finalises early and another rank then sends it a message, MPICH over TCP
+    retries forever, and the sender hangs.
 
-    A single barrier isn't enough. A rank that has passed it knows that all scripts have ended, but
-    another rank may not have noticed this yet, and may still send a heartbeat. So each rank stops
-    sending after the first barrier, and then enters a second one. Once it has passed that one, no
-    rank sends any more.
+    A single barrier isn't enough: a rank that has passed it knows that all scripts have ended, but
+    another rank may not have noticed yet and still send a heartbeat. So each rank stops sending
+    after the first barrier, and then enters a second barrier. Once a rank has passed that, nobody
+    sends anything any more.
 
     Only one thread may use it. None of its methods waits.
 
     Args:
-        comm: A communicator on which nothing else makes collective calls.
+        comm: A communicator on which nothing else issues collectives.
 
     Attributes:
         stopped_sending_s: When this rank passed the first barrier and stopped sending. None before

@@ -5,14 +5,14 @@ interleaver     the state machine, which turns events into instructions; its doc
 messages        the interleaver's events and instructions
 shared_order    the state that's identical across ranks, and the order of exchanges that follows
                 from it
-local_state     the rank-local state: calls in progress, and what job threads wait for
+local_state     the rank-local state: calls in progress, and what job threads are waiting for
 vote            the all-reduce in which the ranks decide together whether a step is committed or
                 skipped, and which jobs stop, pause or join
 ballot_writer   writes this rank's ballot for a vote
 joint_start     holds back the jobs' first steps until all jobs are ready
 policy          chooses the next job on a lane: `RoundRobin`, `Sequential`, `Weighted`
 compute_queue   picks the next compute segment for the device
-step_graph      the dependences between a program's segments, which is all that the interleaver has
+step_graph      the dependencies between a program's segments, which is all the interleaver needs
                 to know about a program
 instrument      spans and notes of a run, for listeners
 simulator       runs the real interleavers of all ranks on a virtual clock, with scripts as jobs

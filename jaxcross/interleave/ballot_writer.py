@@ -1,18 +1,18 @@
 """Writes a rank's ballot: its votes on the jobs, on jobs that may join, and on pending texts.
 
-A ballot is a vector with one row per job. If we wrote all rows before each vote, the cost of a vote
-would grow with the number of jobs. So we keep the vector from vote to vote. Whatever changes a
-job's local state marks the job by calling `touch`, and `cast` rewrites only the rows of the marked
-jobs.
+A ballot is a vector with one row per job. Writing every row before each vote would make votes more
+expensive the more jobs there are, so we keep the vector from vote to vote and update it
+incrementally: whatever changes a job's local state marks the job by calling `touch`, and `cast`
+rewrites only the rows of the marked jobs.
 
-Although the ballot is kept, two kinds of entries are valid for a single vote only, so we remove
-them after they have been cast: requests to stop, pause or resume a job, and the bit that says that
-a job was added since the last vote.
+The ballot outlives a vote, but two kinds of entries must not: requests to stop, pause or resume a
+job, and the bit that says that a job was added since the last vote. We drop these as soon as
+they've been cast.
 
-The name of a job that's to join, or a text for all ranks, doesn't fit into a vector of numbers
-whose length is the same on all ranks. So the ballot only contains bits that say whether there is
-anything to announce. If the vote finds that there is, the ranks gather their announcements as
-texts, in a separate collective operation.
+The names of jobs that want to join, and texts for all ranks, don't fit into a numeric vector whose
+length must be the same on all ranks. So the ballot only carries bits saying whether there's
+anything to announce. If the vote shows that there is, the ranks gather the announcements
+themselves, as text, in a separate collective operation.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ class BallotWriter:
 
     Attributes:
         pending: Jobs that were added on this rank during the run and haven't joined yet.
-        urgent: Whether this rank should enter the next vote immediately, rather than after a short
-            wait (the backoff), because there's something to decide that isn't tied to a particular
-            job's turn.
+        urgent: Whether this rank should enter the next vote immediately instead of backing off
+            first, because there's something to decide that isn't tied to a particular job's turn.
     """
 
     def __init__(self, rows: int) -> None:
@@ -44,7 +43,7 @@ class BallotWriter:
         self._touched: set[int] = set()  # jobs whose row may be stale
 
     def touch(self, job: int) -> None:
-        """Marks a job whose row in the ballot may be stale."""
+        """Marks a job's row in the ballot as possibly stale."""
         self._touched.add(job)
 
     def join(self, job: int, rows: int) -> None:
@@ -77,9 +76,9 @@ class BallotWriter:
         for job in self._touched:
             mine = jobs[job]
             self._ballot.set_job(shared[job].row, mine.ballot())
-            # A request to stop, pause or resume a job is part of one ballot only. If it stayed in
-            # the ballot, a rank that has requested a pause would pause the job again right after
-            # another rank has resumed it.
+            # Cast each request to stop, pause or resume a job only once. If a pause request stayed
+            # in the ballot, this rank would pause the job again right after another rank has
+            # resumed it.
             if mine.request is not JobRequest.NONE:
                 mine.request = JobRequest.NONE
                 requesting.add(job)
@@ -90,9 +89,9 @@ class BallotWriter:
 
 
 class PendingJobs:
-    """The jobs that were added on this rank and haven't joined yet, and its undelivered texts.
+    """Jobs added on this rank that haven't joined yet, and texts that haven't been sent yet.
 
-    Each rank may add its jobs in any order. A job joins once it has been added on all ranks.
+    Ranks may add their jobs in different orders. A job joins once all ranks have added it.
     """
 
     def __init__(self) -> None:
@@ -121,10 +120,9 @@ class PendingJobs:
     def write(self, ballot: Ballot) -> None:
         """Writes into the ballot whether the ranks should gather their announcements next.
 
-        A gathering, in which the ranks exchange their announcements, only takes place if a vote
-        finds that it's needed. A newly added job requests one in a single vote. If it repeated the
-        request in every vote, the ranks might gather again and again, to no effect, until the last
-        rank has added the job.
+        A vote only leads to a gathering, in which the ranks exchange their announcements, if the
+        ballots ask for it. A newly added job asks just once. If it asked in every vote, the ranks
+        might keep gathering to no effect until the last rank has added the job.
         """
         ballot.set_announcements(
             has_pending=bool(self._waiting), has_added=self._has_added, has_texts=bool(self._texts)
@@ -132,7 +130,7 @@ class PendingJobs:
         self._has_added = False
 
     def announcement(self) -> str:
-        """Returns this rank's pending jobs and texts as JSON. Each submitted text is sent once."""
+        """Returns this rank's pending jobs and texts as JSON. Each text is included only once."""
         texts = self._texts
         self._texts = []
         return json.dumps({"jobs": list(self._waiting), "texts": texts})

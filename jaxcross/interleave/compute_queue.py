@@ -8,12 +8,12 @@ from jaxcross.interleave.policy import Policy, Turns
 
 Key = tuple[int, int, int]  # job, its call, segment
 DEFAULT_DEPTH = 2
-"""How many compute segments are kept on a device, unless a better number was measured for it.
+"""How many compute segments to keep on a device, unless measurements suggest a better number.
 
-With two, the next segment is already queued when one finishes, so the device doesn't have to wait
-for the host.
+With two, the next segment is already queued by the time one finishes, so the device doesn't have to
+wait for the host.
 """
-# We add other backends here once `benchmarks/gpu.py --cases depth` has measured them.
+# Other backends can be added once `benchmarks/gpu.py --cases depth` has measured them.
 _OF_BACKEND: Mapping[str, int] = {"cpu": DEFAULT_DEPTH}
 
 
@@ -27,7 +27,7 @@ class ComputeQueue:
 
     Args:
         jobs: Number of jobs.
-        policy: Chooses the job that's dispatched next.
+        policy: Chooses which job to dispatch next.
         depth: Maximum number of segments on the device at once.
     """
 
@@ -41,7 +41,7 @@ class ComputeQueue:
         self._turns.add(job)
 
     def leave(self, job: int) -> None:
-        """Removes a job. Its segments that are already on the device still run to completion."""
+        """Removes a job. Segments that are already on the device still run to completion."""
         self._ready.pop(job, None)
         self._turns.remove(job)
 
@@ -70,5 +70,5 @@ class ComputeQueue:
             self._turns.charge(key[0], ns)
 
     def busy(self, job: int, *, but: int = 0) -> bool:
-        """Whether one of the job's segments is on the device, ignoring those of its call `but`."""
+        """Whether the job has a segment on the device, not counting those of its call `but`."""
         return any(key[0] == job and key[1] != but for key in self.on_device)

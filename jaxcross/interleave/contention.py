@@ -10,13 +10,13 @@ from dataclasses import dataclass
 class Contention:
     """How much computations and exchanges slow each other down when they run concurrently.
 
-    If the same processor computes and drives the network, an exchange competes with the computation
-    for cycles, caches and memory bandwidth.
+    When the processor that computes also drives the network, exchanges and computation compete for
+    cycles, caches and memory bandwidth.
 
     Attributes:
-        compute: How many times as long a computation takes while an exchange is running, at least
+        compute: The factor by which computation slows down while an exchange is running, at least
             1.
-        exchange: How many times as long an exchange takes while at least one of its ranks is
+        exchange: The factor by which an exchange slows down while at least one of its ranks is
             computing, at least 1.
 
     Raises:
@@ -35,10 +35,10 @@ class Contention:
 
 
 class Work:
-    """A simulated computation or exchange whose speed may change while it's running.
+    """A simulated computation or exchange whose speed may change midway.
 
     Args:
-        seconds: How long the work takes if it runs undisturbed.
+        seconds: How long the work takes when undisturbed.
         at: Schedules a function to be called at a given simulated time.
         on_end: Called when the work ends.
     """
@@ -58,18 +58,15 @@ class Work:
         self.start_s = 0.0
 
     def start(self, now_s: float, factor: float) -> None:
-        """Begins the work. It takes `factor` times as long as undisturbed, until `change_pace` is
-        called.
-        """
+        """Starts the work, with its duration stretched by `factor` until the next `change_pace`."""
         self.start_s = now_s
         self._since_s = now_s
         self._schedule_end(factor)
 
     def change_pace(self, now_s: float, factor: float) -> None:
-        """Changes the work's speed: from now on, it takes `factor` times as long as undisturbed."""
+        """Changes the factor by which the work's remaining duration is stretched."""
         if factor == self._factor:
-            # If the speed hasn't changed, keep the scheduled end. Computing it again would shift it
-            # slightly through rounding errors.
+            # Same speed, so keep the scheduled end. Recomputing it would only add rounding errors.
             return
         self._left_s = max(0.0, self._left_s - (now_s - self._since_s) / self._factor)
         self._since_s = now_s
@@ -83,7 +80,7 @@ class Work:
 
     def _end(self, version: int) -> None:
         if version == self._version:
-            # A call that was scheduled on the simulated clock can't be cancelled. So when the
-            # work's speed changes, we schedule another call for the new end time, and increase the
-            # version number. When the old call arrives, its version is outdated, and it's ignored.
+            # Calls scheduled on the simulated clock can't be cancelled. Instead, whenever the speed
+            # changes, we bump the version and schedule another call for the new end time. When the
+            # old call fires, it finds its version outdated and does nothing.
             self._on_end()

@@ -9,12 +9,12 @@ from typing import Literal
 PARAMETER_SERVER = "parameter server"
 """Label of a job's exchanges with parameter servers.
 
-Other ranks have no matching span, because each rank talks to its parameter servers by itself.
+Other ranks have no matching span, because each rank talks to its parameter servers on its own.
 """
 
 ON_ALL_RANKS = "together"
-"""Label of `job.run_on_all_ranks`, which occupies the exchange lanes of all ranks at the same time,
-e.g. to save a checkpoint.
+"""Label of `job.run_on_all_ranks` calls, which occupy the exchange lanes of all ranks at once, e.g.
+to save a checkpoint.
 """
 
 SpanKind = Literal["compute", "collective", "vote", "input", "compile", "host"]
@@ -22,31 +22,29 @@ SpanKind = Literal["compute", "collective", "vote", "input", "compile", "host"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One interval of work on one rank, measured with that rank's `time.monotonic_ns`.
+    """One interval of work on one rank, timed with that rank's `time.monotonic_ns`.
 
     Attributes:
         rank: The rank on which the work was done.
-        job: Name of the job, or "" for work that belongs to no job, such as a vote.
-        step: The job's step. Steps are counted from 1, so step n produces state n, and 0 is used
-            for work before the first step. A call that isn't a step (e.g. an evaluation) has the
-            number of the step before it.
+        job: Name of the job, or "" for work that doesn't belong to any job, such as a vote.
+        step: The job's step. Steps are counted from 1, so step n produces state n; 0 stands for
+            work before the first step. A call that isn't a step (e.g. an evaluation) gets the
+            number of the preceding step.
         segment: Index of the segment in its program, or -1 for work outside a program.
         kind: The kind of work. `input` means preparing a batch, and `host` means work that the job
             itself does on the host.
         lane: Index among the lanes of the same kind.
-        start_ns: When the work began. A compute segment begins when it has been dispatched and the
-            device has finished the previous segment.
+        start_ns: When the work began. For a compute segment, that's when it has been dispatched and
+            the device is done with the previous segment.
         end_ns: When the outputs were available.
-        ready_ns: When the inputs were available. The work then waited in a queue for `start_ns -
-            ready_ns`.
+        ready_ns: When the inputs became available. The work spent `start_ns - ready_ns` in a queue.
         nbytes: For `collective`, the number of bytes put on the wire. For `input`, the size of the
             batch.
-        label: Free text. An exchange that was delayed by an emulated link is labelled `emulated`.
-            For the input of a batch, the label is the storage level that reading the batch had to
-            wait for.
+        label: Free text. Exchanges delayed by an emulated link are labelled `emulated`. The input
+            of a batch is labelled with the storage level that the read had to wait for.
         in_step: False for a call that isn't one of the job's steps, such as an evaluation.
-        other_calls: How many calls that weren't steps, but exchanged something, the job has made up
-            to and including this call.
+        other_calls: How many calls with exchanges that aren't steps the job has made, up to and
+            including this call.
     """
 
     rank: int
@@ -70,29 +68,29 @@ class Span:
 
 
 class Instrument:
-    """Base class for objects that listen to a run. Override the hooks that you need.
+    """Base class for objects that listen to a run. Override whichever hooks you need.
 
-    The run's threads, i.e. those that compute, exchange or run a job's function, call the hooks
-    directly, and several threads may call the same hook at once. So a hook must return quickly, be
-    thread-safe, and never raise. Hooks that you don't override aren't called at all.
+    Hooks are called directly from the run's threads (those that compute, exchange or run a job's
+    function), possibly from several at once. So a hook must return quickly, be thread-safe, and
+    never raise. Hooks that you don't override are never called.
     """
 
     def writes_to(self) -> str:
-        """Returns the file or folder that this instrument writes, or "" if it writes none."""
+        """Returns the file or folder that this instrument writes, or "" if there is none."""
         return ""
 
     def span(self, span: Span) -> None:
-        """Called when a segment, a vote or other work has ended on this rank."""
+        """Called when a segment, a vote or other work has finished on this rank."""
 
     def note(
         self, *, job: str, kind: str, step: int = -1, value: float | str | None = None
     ) -> None:
-        """Called when something happens that the user should know.
+        """Called when something happens that the user should know about.
 
-        There are four kinds of notes. The value of a `loss` is a number, and that of a `status` is
-        a text. The last note of every job is `done` if the job's function ran to its end, and
-        `closed` otherwise, with the job's final status as its value. After that note, `metrics`
-        isn't called for the job any more.
+        A `loss` note has a number as its value, and a `status` note has a text. The last note of
+        every job is `done` if the job's function ran to completion and `closed` otherwise, with the
+        job's final status as its value. There are no other kinds of notes, and no `metrics` call
+        for the job comes after its last note.
         """
 
     def metrics(self, *, job: str, step: int, values: object) -> None:

@@ -1,73 +1,74 @@
 """Decides what each lane does next. A pure state machine: events in, instructions out.
 
-The interleaver decides in which order the jobs' computations and exchanges run, but it doesn't run
-them: it has no threads and no clock, and uses neither JAX nor MPI. So the same class makes the
-decisions in real runs, in the simulator and in the model check, with any policy. Its state changes
-only in `handle`, and `check` tests its invariants.
+The interleaver decides the order in which the jobs' computations and exchanges run, but leaves
+running them to others: it has no threads and no clock, and uses neither JAX nor MPI. That way, the
+same class makes the decisions in real runs, in the simulator and in the model check, under any
+policy. Its state changes only in `handle`, and `check` tests its invariants.
 
-**Compute lane.** Each rank orders its own compute segments. At most `depth` of them are on the
-device at once. Whenever there are fewer, and at least one job has a segment that's ready, we
-immediately dispatch the segment of the job that the policy chooses. So the lane is work-conserving:
-it never holds the device back to wait for a job that isn't ready. A compute segment is ready once
-three conditions hold: all compute segments that it needs have been dispatched (the device runs them
-in that order), all exchanges that it needs are complete, and, if it overwrites the step's input
-state, the step is committed.
+**Compute lane.** Each rank orders its own compute segments, and keeps at most `depth` of them on
+the device at once. Whenever there's room and at least one job has a segment ready, we immediately
+dispatch the segment of the job that the policy picks. The lane is therefore work-conserving: it
+never holds the device back to wait for a job that isn't ready. A compute segment is ready once all
+compute segments it depends on have been dispatched (the device runs them in that order), all
+exchanges it depends on have completed and, if it overwrites the step's input state, the step has
+been committed.
 
 **Exchange lane.** All ranks run the same exchanges and votes in the same order. We call each
-position in that order a slot. Every rank computes the next slot on its own, from `SharedState`,
-which is identical everywhere. The only thing that a rank decides for itself is *when* it starts the
-slot:
+position in that order a slot. Every rank works out the next slot on its own, from `SharedState`,
+which is identical everywhere. The only thing a rank decides for itself is *when* to start the slot:
 
 - It starts an exchange as soon as the segments that produce the exchange's inputs have been
-  dispatched on this rank. If one of these segments has failed, it starts the exchange immediately,
-  with zeros as inputs.
+  dispatched on this rank. If one of them has failed, it starts the exchange immediately, with zeros
+  as inputs.
 - It doesn't wait before a commit vote (may this step overwrite the state?), a sync (communication
-  that a job's thread has requested), a gathering (of announcements) or the vote on an idle job. A
+  requested by a job's thread), a gathering (of announcements) or the vote on an idle job. A
   comparison, in which the ranks exchange texts about a job that can't continue, starts once none of
   the job's calls is running any more.
 - If no exchange is pending, the next slot is a `deferrable` vote. A rank enters it immediately if
-  the job whose turn it is has something to report on this rank. Otherwise the rank waits until the
-  driver's backoff has elapsed.
+  it has something to report about the job whose turn it is. Otherwise it waits until the driver's
+  backoff has elapsed.
 
 **Why it can't deadlock.** We claim that a rank that has finished slot i starts slot i + 1 within
 bounded time, whatever the other ranks do. Since all ranks have the same slots, it follows that all
-ranks enter each collective operation, and by induction that each slot ends. For most kinds of
-slots, the claim is obvious from the list above, because a backoff is bounded and there's at most
-one per slot. Two kinds wait for computation:
+ranks enter each collective operation and, by induction, that every slot ends. For most kinds of
+slots, the claim follows directly from the list above, because a backoff is bounded and happens at
+most once per slot. Two kinds wait for computation:
 
 - An exchange waits for the compute segments that produce its inputs. These segments depend neither
-  on a later exchange nor on the step's commit, because `StepGraph` refuses such programs. So they
-  only need the compute lane.
-- A comparison waits for a running call of the job. That call has already received everything that
-  it needs from the exchange lane.
+  on a later exchange nor on the step's commit (`StepGraph` rejects such programs), so all they need
+  is the compute lane.
+- A comparison waits for a running call of the job, which has already received everything it needs
+  from the exchange lane.
 
-Neither wait can last forever, because computation progresses on a rank without any help from other
-ranks: everything that runs on the device ends at some point, no policy may starve a job, and a call
-that has begun doesn't need another vote before it may compute.
+Neither wait can last forever, because a rank's computation makes progress without any help from
+other ranks: whatever runs on the device finishes eventually, policies must not starve a job, and a
+call that has begun can compute without another vote.
 
-**Why it doesn't spin.** If ranks entered deferrable votes immediately whenever they liked, they
-would vote in a busy loop while all jobs are computing. So a rank enters such a vote immediately
-only if its job waits or has failed on this rank, or once after a request or an added job. If all
-ranks enter it immediately because the same job waits or has failed on each of them, the vote has a
-result: the job's step is admitted, its batch granted, or the job ends. If not, then some rank has
-nothing to report, and its backoff delays the vote for all ranks.
+**Why it doesn't spin.** If ranks could enter deferrable votes whenever they liked, they'd vote in a
+busy loop while all jobs are computing. So a rank skips the backoff only if its job is waiting or
+has failed on this rank, or once after a request or an added job. If all ranks skip it because the
+same job is waiting or has failed on each of them, the vote achieves something: the job's step is
+admitted, its batch is granted, or the job ends. Otherwise some rank has nothing to report, and its
+backoff holds up the vote for everyone.
 
-**Membership.** Each job has a number, which we never reuse. So when an event arrives after its job
-has left the run, we can tell that it's stale and doesn't belong to a newer job. A job that's added
-during the run joins between two votes, once all ranks have added it (`PendingJobs`).
+**Membership.** Jobs are numbered, and numbers are never reused. So when an event arrives after its
+job has left the run, we can tell that it's stale and isn't about a newer job. A job added during
+the run joins between two votes, once all ranks have added it (`PendingJobs`).
 
-**Joint start.** A run may hold back its jobs' first steps until all of the jobs are ready to make
-theirs; `JointStart` explains why that wait always ends. No vote can let a job continue while it's
-held back. So unlike other waiting jobs, such a job doesn't make its rank vote immediately.
+**Joint start.** A run may hold back its jobs' first steps until all jobs are ready to make theirs;
+see `JointStart` for why this wait always ends. No vote can let a held-back job continue, so unlike
+other waiting jobs, it doesn't make its rank vote immediately.
 
-**Failure.** If a rank fails in the middle of a step that was admitted, the other ranks are going to
-enter the remaining exchanges of that step, so the failed rank takes part in them with zeros. It
-reports the failure in the commit vote, and then no rank runs the segments that would overwrite the
-input state. If a rank fails between two steps, it reports the failure in the next vote. In both
-cases, all ranks exchange texts that describe what happened, and the job ends. But a call that may
-already have overwritten the state, i.e. a call that's committed, or one without exchanges that has
-begun, is first allowed to run to completion on the device. Otherwise ranks that didn't fail could
-be left with half of an update. If the call fails there as well, the text reports that too.
+**Failure.** If a rank fails in the middle of an admitted step, the other ranks are still going to
+enter the step's remaining exchanges, so the failed rank takes part in them with zeros. It then
+reports the failure in the commit vote, and no rank runs the segments that would overwrite the input
+state. If a rank fails between two steps, it reports the failure in the next vote. Either way, all
+ranks exchange texts that describe what happened, and the job ends.
+
+There's one exception. A call that may already have overwritten the state (because it's committed,
+or because it has no exchanges and has begun) is first allowed to run to completion on the device.
+Otherwise ranks that didn't fail could be left with half an update. If the call fails there too, the
+text says so as well.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Interleaver:
 
     Args:
         jobs: Number of jobs, identical across ranks.
-        policy: Chooses the job that's next on each lane. Must be identical across ranks.
+        policy: Picks the next job on each lane. Must be identical across ranks.
         depth: Maximum number of compute segments on the device at once.
     """
 
@@ -108,7 +109,7 @@ class Interleaver:
         self._compute = ComputeQueue(jobs, policy, depth)
         self._ballot_writer = BallotWriter(jobs)
         self._slot: Slot | None = None  # the exchange lane's current slot
-        self._backing_off = False  # the driver is already waiting before the next slot
+        self._backing_off = False  # the driver is already backing off before the next slot
         self._idle_votes = 0  # consecutive votes that changed nothing
         self._starting = False  # a joint start is holding back the jobs' first steps
         self._moves = 0  # exchanges, calls that returned, and votes that changed something
@@ -116,11 +117,11 @@ class Interleaver:
 
     @property
     def finished(self) -> bool:
-        """Whether all jobs have ended on all ranks and the exchange lane was instructed to stop."""
+        """Whether all jobs have ended on all ranks and the exchange lane has been told to stop."""
         return self._slot is not None and self._slot.kind == "done"
 
     def step(self, job: int) -> int:
-        """Returns a job's number of steps on this rank: committed steps, plus local ones since."""
+        """Returns how many steps a job has made on this rank, including local steps."""
         return (
             self.shared.jobs[job].step + self._jobs[job].local_steps - self._jobs[job].other_calls
         )
@@ -128,14 +129,14 @@ class Interleaver:
     def announcement(self) -> str:
         """Returns the text that this rank contributes to a `GatherAnnouncements`.
 
-        Call this exactly once per gathering, i.e. whenever the ranks are about to exchange their
-        announcements. The call empties the list of submitted texts, so a second call would return
-        an announcement without them.
+        Call this exactly once per gathering, right before the ranks exchange their announcements.
+        It empties the list of submitted texts, so a second call would return an announcement
+        without them.
         """
         return self._ballot_writer.pending.announcement()
 
     def pending_waits(self) -> dict[int, Wait]:
-        """Returns the waits of jobs that are between two exchanges and aren't held back, by job."""
+        """Returns the waits, by job, of jobs between two exchanges that aren't held back."""
         found = {}
         for number, mine in self._jobs.items():
             shared = self.shared.jobs[number]
@@ -147,11 +148,11 @@ class Interleaver:
         return found
 
     def all_paused(self) -> list[int]:
-        """Returns the unfinished jobs if all are paused and only a `resume` can change that.
+        """Returns the unfinished jobs if all are paused and only a `resume` can get them going.
 
-        Returns an empty list if the run is being stopped or can still progress by itself, i.e. if
-        some unfinished job isn't paused, is in the middle of its exchanges, or has a thread that's
-        still running the job's own code on this rank.
+        Returns an empty list if the run is being stopped or can still make progress on its own,
+        i.e. if some unfinished job isn't paused, is in the middle of its exchanges, or has a thread
+        that's still running the job's own code on this rank.
         """
         left = {number: job for number, job in self.shared.jobs.items() if not job.finished}
         if self.shared.stopping or not all(
@@ -160,8 +161,8 @@ class Interleaver:
             return []
         for number in left:
             mine = self._jobs[number]
-            # A paused job can't make steps, but it still receives batches of data. So if its thread
-            # waits for a batch, the thread may soon run again, until it calls the next step.
+            # A paused job can't make steps, but it still gets its batches. So a thread that's
+            # waiting for a batch isn't at rest: it may soon run again, up to its next step.
             at_rest = mine.point is not None and mine.point.kind != "batch"
             if mine.thread_started and not at_rest:
                 return []
@@ -181,7 +182,7 @@ class Interleaver:
             self._apply_to_absent_job(event)
         if job in self._jobs:
             self._update_job(job)
-        # If the joint start has just ended, any of the jobs may have become ready.
+        # If the joint start has just ended, any job may have become ready.
         if self._starting and not self.shared.start:
             self._starting = False
             for each in self._jobs:
@@ -226,9 +227,10 @@ class Interleaver:
             case m.TextsCompared(job, texts):
                 self._expect("compare", job)
                 self.shared.queued_done()
-                # The ranks have exchanged texts about a job that can't continue. If nothing went
-                # wrong on a rank, its text only says where the job's thread is waiting. So the job
-                # counts as ejected if at least one rank ejected it and no rank reports a failure.
+                # The ranks have exchanged texts about a job that can't continue. On a rank where
+                # nothing went wrong, the text just says where the job's thread is waiting. So the
+                # job counts as ejected if at least one rank ejected it and no rank reports a
+                # failure.
                 kinds = {text.partition("\n")[0] for text in texts}
                 failed = JobStatus.FAILED in kinds or JobStatus.EJECTED not in kinds
                 self._finish_job(job, JobStatus.FAILED if failed else JobStatus.EJECTED, texts)
@@ -259,15 +261,15 @@ class Interleaver:
                 mine = self._jobs[job]
                 shared = self.shared.jobs[job]
                 for known in (mine.prepared, mine.limits, shared.streams):
-                    # Keep the stream that was read last, even if it's closed: this rank's ballots
-                    # still report its progress.
+                    # Keep the most recently read stream even if it's closed, because this rank's
+                    # ballots still report its progress.
                     for stream in known.keys() - {
                         *still_open,
                         mine.stream,
                     }:
                         del known[stream]
             case m.StepsRestored(job, step):
-                self.shared.jobs[job].step = step  # used only in reports, never in a decision
+                self.shared.jobs[job].step = step  # only for reports, never for a decision
             case m.JobRaised(job, text):
                 self._jobs[job].fail(text)
             case m.JobRequested(job, _, request):
@@ -290,12 +292,12 @@ class Interleaver:
     def _apply_to_absent_job(self, event: m.Event) -> None:
         """Applies an event of a job that has already left or hasn't joined yet."""
         match event:
-            # When a job leaves the run, some of its computations may still be in the device's
-            # queue. Each of them occupies a place on the compute lane until it completes or fails,
-            # so free that place now.
+            # A job may leave the run while some of its computations are still queued on the device.
+            # Each of them takes up room on the compute lane until it completes or fails, so make
+            # that room available now.
             case m.SegmentCompleted(job, call, segment) | m.SegmentFailed(job, call, segment):
                 self._compute.ended((job, call, segment))
-            # The job has ended on all ranks, but its thread didn't know that yet.
+            # The job has ended on all ranks, but its thread didn't know yet.
             case m.StepCalled(job) | m.BatchWanted(job) | m.SyncWanted(job):
                 self._out.append(m.Raised(job))
             case m.JobRequested(_, name, request):
@@ -322,10 +324,10 @@ class Interleaver:
             self._ballot_writer.join(number, self.shared.rows)
             self._out.append(m.JobJoined(number, name))
         if delivered:
-            # Delivering a text may add a job on every rank, and an added job can only join the run
-            # in a gathering, in which the ranks exchange announcements. So we queue another
-            # gathering right away. Otherwise, if no other job was left, the run would end before
-            # the new job could join.
+            # A delivered text may add a job on every rank, and added jobs can only join in a
+            # gathering, in which the ranks exchange announcements. So queue another gathering right
+            # away. Otherwise, if no other job was left, the run would end before the new job could
+            # join.
             self.shared.queue.append(Slot("gather"))
             self._out += [m.TextDelivered(text) for text in delivered]
 
@@ -354,9 +356,9 @@ class Interleaver:
         mine = self._jobs[job]
         shared = self.shared.leave(job)
         ended = mine.point is not None and mine.point.kind == "end"
-        # Report how many steps all ranks have made. The counter `shared.step` includes calls that
-        # aren't steps, such as evaluations, so subtract these. But it doesn't include the local
-        # calls since the last exchange, so don't subtract those.
+        # Report the number of steps made on all ranks. The `shared.step` counter includes calls
+        # that aren't steps, such as evaluations, so subtract these. Local calls since the last
+        # exchange aren't in there yet, so don't subtract those.
         step = shared.step - (mine.other_calls - mine.other_local_calls)
         self._out.append(m.JobFinished(job, status, step, texts, stop_requested=shared.stop))
         if mine.is_waiting and not ended:
@@ -368,9 +370,9 @@ class Interleaver:
     def _answer_thread(self, job: int) -> None:
         """Lets a job's thread continue if its step is complete, or proposes the job's end.
 
-        When a job's function has returned on this rank, the rank proposes the job's end in the next
-        vote. But it first waits until the job's last computation has left the device, because that
-        computation could still fail, and the job would then have to end with an error.
+        Once a job's function has returned on this rank, the rank proposes to end the job in the
+        next vote. Before that, it waits for the job's last computation to leave the device. The
+        computation could still fail, in which case the job has to end with an error.
         """
         mine = self._jobs[job]
         if (
@@ -431,8 +433,8 @@ class Interleaver:
             if call is None:
                 raise InternalError(f"job {slot.job} has an admitted step but no call")
             zero = mine.failed is not None
-            # Some of the inputs haven't been dispatched here yet. Each later event leads back to
-            # this point.
+            # Bail out if some inputs haven't been dispatched here yet. Every later event brings us
+            # back here.
             if not zero and not call.may_exchange(slot.segment):
                 return
             step, other_calls = mine.position(call, self.step(slot.job))
@@ -442,8 +444,8 @@ class Interleaver:
         elif slot.kind == "vote":
             urgent = not slot.deferrable or self._ballot_writer.urgent
             urgent = urgent or (slot.job >= 0 and self._jobs[slot.job].has_update())
-            # This rank has nothing to report. So ask the driver to wait for a while (a backoff)
-            # before the vote, but only once per slot.
+            # This rank has nothing to report, so ask the driver to back off before the vote, but
+            # only once per slot.
             if not (urgent or backoff_over):
                 if not self._backing_off:
                     self._backing_off = True
@@ -477,7 +479,7 @@ class Interleaver:
     def _vote_done(self, verdict: Verdict) -> None:
         running = self.shared.running
         outcomes = self.shared.apply(verdict, lambda job: self._jobs[job].called())
-        # As long as votes change nothing, the backoff grows.
+        # Back off longer and longer while votes change nothing.
         self._idle_votes = 0 if outcomes else min(self._idle_votes + 1, _MAX_BACKOFF_LEVEL)
         self._moves += bool(outcomes)
         for outcome in outcomes:
@@ -492,9 +494,9 @@ class Interleaver:
     def _apply_outcome(self, outcome: Outcome) -> None:
         job = outcome.job
         call = self._jobs[outcome.job].call
-        # The counter `shared.step` goes up with every commit, even if the call isn't a step, e.g.
-        # an evaluation that exchanges something. So we count such calls here, and the `step` method
-        # subtracts them.
+        # Every commit increments the `shared.step` counter, even if the call isn't a step, e.g. an
+        # evaluation that exchanges something. Count such calls here, so that the `step` method can
+        # subtract them.
         if outcome.kind in ("committed", "skipped") and call is not None and not call.counts:
             self._jobs[job].other_calls += 1
         if outcome.kind in (
@@ -503,9 +505,9 @@ class Interleaver:
             "ended",
             "stopped",
         ):
-            # Each rank makes its local steps, i.e. steps without exchanges, on its own. At this
-            # point, all ranks have made the same number of them, so we can add them to the count
-            # that's identical across ranks.
+            # Ranks make their local steps, i.e. steps without exchanges, independently of each
+            # other. By now, all of them have made the same number, so it's safe to add it to the
+            # count that's identical across ranks.
             self.shared.jobs[job].step += self._jobs[job].local_steps
             self._jobs[job].local_steps = 0
             self._jobs[job].other_local_calls = 0
@@ -530,7 +532,7 @@ class Interleaver:
             self._grant_batch(job)
 
     def check(self) -> None:
-        """Raises InternalError if the state contradicts itself.
+        """Raises InternalError if the state is inconsistent.
 
         Only tests and simulations call this after every event, because it takes about as long as
         handling the event.
@@ -541,8 +543,8 @@ class Interleaver:
 
 
 def check_lanes(compute: ComputeQueue, jobs: Mapping[int, LocalJob], shared: SharedState) -> None:
-    """Raises InternalError if a segment ran too early, or the compute lane idles without need."""
-    # Tests call this after every event, so we build a message only if a rule is broken.
+    """Raises InternalError if a segment ran too early, or the compute lane is needlessly idle."""
+    # Tests call this after every event, so only build a message if a rule is broken.
     on_device = compute.on_device
     depth = compute.depth
     if len(on_device) > depth:

@@ -1,21 +1,21 @@
 """The joint start: no job makes its first step before all initial jobs are ready to make theirs.
 
-All ranks must hold back the same jobs. So which jobs are held back is part of the state that's
-identical across ranks. It changes only on events that all ranks process at the same point between
-two exchanges: when a vote delivers its result, or when a job ends, pauses or resumes.
+All ranks must hold back the same jobs, so the set of held-back jobs is part of the state that's
+identical across ranks. It only changes on events that all ranks process at the same point between
+two exchanges: a vote delivers its result, or a job ends, pauses or resumes.
 
-**Why it can't deadlock.** The other jobs wait for a job only as long as three conditions hold: the
-policy lets the job run, the job hasn't reached its first step on all ranks yet, and no rank has
-excused it, i.e. exempted the others from waiting for it. So the wait ends as soon as the job
-arrives, leaves, is paused or is excused.
+**Why it can't deadlock.** The other jobs keep waiting for a job only as long as the policy lets it
+run, it hasn't reached its first step on all ranks yet, and no rank has excused it, i.e. exempted
+the others from waiting for it. So the wait ends as soon as the job arrives, leaves, is paused or is
+excused.
 
-Excuses are needed because a job may wait for another job's results, and would then never reach its
-first step. If it waits with a call of ours, e.g. for another job's end, its rank excuses it at
-once. Other waits look like ordinary work, so a rank also excuses a job whose thread spends too long
-on anything other than tracing and compiling its first step.
+Excuses are needed because a job may itself be waiting for another job's results, in which case it
+would never get to its first step. If it waits in one of our own calls, e.g. for another job's end,
+its rank excuses it at once. Any other wait looks just like ordinary work, so a rank also excuses a
+job whose thread spends too long on anything other than tracing and compiling its first step.
 
-Only a job's first step is held back. Whatever the job does before that runs as usual: it can read
-batches, run work on all ranks, and call functions that don't count as steps, such as evaluations.
+Only the first step is held back. Up to that point, a job runs as usual: it can read batches, run
+work on all ranks, and call functions that don't count as steps, such as evaluations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxcross.interleave.vote import AtStart
 Arrival = Literal["coming", "excused", "late", "here"]
 """A job's progress at a joint start. The other jobs wait for it only while it's `coming`.
 
-A `late` job is a job that was excused because it took too long.
+A `late` job has been excused because it took too long.
 """
 
 _EXCUSES: Mapping[AtStart, Arrival] = {AtStart.EXCUSED: "excused", AtStart.LATE: "late"}
@@ -54,11 +54,11 @@ class JointStart:
         return job in self._arrivals
 
     def is_here(self, job: int) -> bool:
-        """Whether the job is held back even though it has reached its first step on all ranks."""
+        """Whether the job has reached its first step on all ranks and is being held back there."""
         return self._arrivals.get(job) == "here"
 
     def awaited(self, running: Collection[int]) -> tuple[int, ...]:
-        """Returns the running jobs for which the other jobs wait."""
+        """Returns the running jobs that the other jobs are waiting for."""
         return tuple(
             job for job, arrival in self._arrivals.items() if arrival == "coming" and job in running
         )
@@ -66,7 +66,7 @@ class JointStart:
     def apply(self, verdicts: Mapping[int, AtStart]) -> list[tuple[int, Arrival]]:
         """Applies a vote's verdicts on how far jobs have come.
 
-        Returns the jobs that have arrived or been excused according to this vote.
+        Returns the jobs that, according to this vote, have now arrived or been excused.
         """
         changed: list[tuple[int, Arrival]] = []
         for job, verdict in verdicts.items():
@@ -83,6 +83,6 @@ class JointStart:
         self._arrivals.pop(job, None)
 
     def settle(self, running: Collection[int]) -> None:
-        """Ends the joint start if the jobs no longer wait for any running job."""
+        """Ends the joint start if no running job is being waited for any more."""
         if not self.awaited(running):
             self._arrivals = {}

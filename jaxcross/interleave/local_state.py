@@ -1,4 +1,4 @@
-"""The interleaver's rank-local state: calls in progress, and what the jobs' threads wait for."""
+"""The interleaver's rank-local state: calls in progress, and what job threads are waiting for."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PointKind = Literal["step", "batch", "sync", "end"]
 class Wait(NamedTuple):
     """A job's wait between two exchanges, either for other ranks or, if `own`, for something local.
 
-    The `moved` counter tells a wait that makes progress from one that's stuck. It changes whenever
-    the job gets any further during the wait, e.g. when the prefetcher skips a batch because the job
-    resumes from a later position in its data.
+    The `moved` counter distinguishes a slow wait from a stuck one: it changes whenever the job gets
+    any further during the wait, e.g. when the prefetcher skips a batch because the job resumes from
+    a later position in its data.
     """
 
     step: int
@@ -30,13 +30,13 @@ class Wait(NamedTuple):
 
     @property
     def point(self) -> tuple[int, str, bool]:
-        """Identifies the wait. Two waits of a job with the same point are the same wait."""
+        """Identifies the wait: two waits of a job with equal points are the same wait."""
         return self.step, self.what, self.own
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What a job's thread wants to do together with all ranks, e.g. call a step that exchanges."""
+    """What a job's thread wants to do together with all ranks, e.g. call a step with exchanges."""
 
     kind: PointKind
     hash: int
@@ -46,7 +46,7 @@ class Point:
 
 @dataclass(slots=True)
 class LocalCall:
-    """One call of a step on this rank, and how far it has come."""
+    """One call of a step on this rank, and its progress."""
 
     number: int
     graph: StepGraph
@@ -59,12 +59,12 @@ class LocalCall:
     finite: bool = True  # whether the exchanged values are finite, as far as they were checked
     skipped: bool = False  # the step leaves its state unchanged
     broken: bool = False  # one of its segments failed
-    # For each segment, how many of the segments that it needs are still missing, i.e. neither
-    # issued nor exchanged.
+    # The number of unmet dependencies of each segment, i.e. of segments it needs that have been
+    # neither issued nor exchanged.
     _unmet: list[int] = field(init=False)
-    # Those computations (segments) of the step that could run now, but haven't been passed to the
-    # compute lane yet, in order. The ones in the second list overwrite the step's input state, so
-    # they also have to wait until all ranks have committed the step.
+    # The step's compute segments that are ready to run but haven't been passed to the compute lane
+    # yet, in order. Those in the second list overwrite the step's input state, so they also have to
+    # wait until all ranks have committed the step.
     _ready_before: list[int] = field(init=False)
     _ready_after: list[int] = field(init=False)
 
@@ -88,7 +88,7 @@ class LocalCall:
         self._provide(segment)
 
     def may_exchange(self, segment: int) -> bool:
-        """Whether all segments that a collective segment needs were dispatched or exchanged."""
+        """Whether everything that a collective segment needs has been dispatched or exchanged."""
         return all(
             need in self.dispatched or need in self.exchanged for need in self.graph.needs[segment]
         )
@@ -111,9 +111,9 @@ class LocalCall:
     def must_complete(self) -> bool:
         """Whether the call runs to completion even if its job has failed.
 
-        A step may overwrite its input state in place. Once a call may have begun to do that, it has
-        to run to completion. If we stopped it halfway, one part of the state would be from before
-        the step, and another part from after it.
+        A step may overwrite its input state in place. Once a call may have started doing that, it
+        has to run to completion. Stopping halfway would leave a state that mixes values from before
+        and after the step.
         """
         return not self.broken and (
             self.committed or (bool(self.issued) and not self.graph.collectives)
@@ -122,8 +122,8 @@ class LocalCall:
     def complete(self) -> bool:
         """Whether the call can return to the job's function.
 
-        All of its segments must have been dispatched or exchanged. If the call exchanges anything,
-        it must be committed as well.
+        That's the case once all of its segments have been dispatched or exchanged and, if it
+        exchanges anything, it has been committed.
         """
         return len(self.dispatched) + len(self.exchanged) == len(self.graph.kinds) and (
             self.committed or not self.graph.collectives
@@ -135,20 +135,20 @@ class LocalJob:
     """A job's rank-local state."""
 
     thread_started: bool = False
-    # Counts the steps without exchanges since the last step that all ranks made together. Each rank
-    # makes such steps at its own pace, so these counts may differ between ranks until the next
+    # The number of steps without exchanges since the last step that all ranks made together. Each
+    # rank makes them at its own pace, so the numbers may differ between ranks until the next
     # exchange.
     local_steps: int = 0
-    other_calls: int = 0  # calls made like steps that don't count as steps, e.g. evaluations
+    other_calls: int = 0  # calls that don't count as steps, e.g. evaluations
     other_local_calls: int = 0  # how many of them are in `local_steps`
     call: LocalCall | None = None
     calls: int = 0
-    is_waiting: bool = False  # the thread waits for an answer
-    point: Point | None = None  # where the thread waits for the other ranks
+    is_waiting: bool = False  # the thread is waiting for an answer
+    point: Point | None = None  # where the thread is waiting for the other ranks
     failed: str | None = None
-    # The first segment that failed, with one exception: if its call has no commit, i.e. no vote on
-    # whether the step takes effect, then a later failure in a call that has one replaces it. Only
-    # such a failure can leave this rank without the results of a step that the other ranks have.
+    # The first segment failure, unless its call has no commit (i.e. no vote on whether the step
+    # takes effect). In that case, a later failure replaces it, because only a failure in a call
+    # with a commit can leave this rank without the results of a step that the other ranks have.
     failed_segment: m.SegmentFailed | None = None
     ejects: bool = False  # the failure is one that ejects the job
     returned: bool = False  # its function returned
@@ -156,12 +156,12 @@ class LocalJob:
     stream: int = -1
     syncs: int = 0
     at_start: AtStart = AtStart.COMING
-    replayed: int = 0  # batches dropped so far to get to a restart's position
+    replayed: int = 0  # batches skipped so far to get to a restart's position
     prepared: dict[int, int] = field(default_factory=dict)
     limits: dict[int, int] = field(default_factory=dict)
 
     def begin_call(self, event: m.StepCalled, made: int) -> None:
-        """Records that the job's thread calls a step, after having made `made` steps before."""
+        """Records that the job's thread calls a step, having made `made` steps so far."""
         if self.call is not None or self.is_waiting:
             raise InternalError(f"job {event.job} called a step before its last call returned")
         graph = event.graph
@@ -171,11 +171,11 @@ class LocalJob:
             self.at_start = AtStart.HERE
         point = None
         if graph.collectives:
-            # The point has to identify the call. Exchanges that look alike aren't enough for that:
-            # if one rank has made an additional step without exchanges, or calls a different
-            # function whose exchanges happen to be equal, the ranks would sum values of different
-            # steps. So the point also contains the function's name and the number of local steps
-            # since the last common one.
+            # The point has to identify the call, and matching exchanges alone aren't enough for
+            # that: if one rank has made an extra step without exchanges, or calls a different
+            # function that happens to have the same exchanges, the ranks would sum up values from
+            # different steps. So the point also includes the function's name and the number of
+            # local steps since the last common step.
             text = (
                 f"called step {made + 1}{graph.function and f' by {graph.function}'}\n{graph.text}"
             )
@@ -185,9 +185,7 @@ class LocalJob:
         self.wait_at(point)
 
     def want_sync(self, label: str) -> None:
-        """Records that the thread requests a slot on the exchange lanes for communication of its
-        own.
-        """
+        """Records that the thread requests a slot on the exchange lanes to communicate in."""
         self.syncs += 1
         self.wait_at(Point("sync", point_hash("sync", label, self.syncs), label))
 
@@ -198,14 +196,14 @@ class LocalJob:
         self.wait_at(Point("batch", point_hash("batch", stream, index), text, index))
 
     def batch_granted(self, prepared: int, limit: int | None) -> bool | None:
-        """Returns whether the thread gets the batch it waits for, or None if it has to wait longer.
+        """Returns whether the thread gets its batch, or None if it has to keep waiting.
 
         Also returns None if the thread isn't waiting for a batch, or if the job has failed on this
         rank.
 
         Args:
-            prepared: How many of the stream's batches have been prepared on all ranks.
-            limit: The length of the shortest rank's stream, or None if no rank's stream has ended
+            prepared: How many of the stream's batches are ready on all ranks.
+            limit: The length of the shortest stream on any rank, or None if none of them has ended
                 yet.
         """
         if self.point is None or self.point.kind != "batch" or self.failed is not None:
@@ -242,14 +240,14 @@ class LocalJob:
         return (made + 1, self.other_calls) if call.counts else (made, self.other_calls + 1)
 
     def count(self, call: LocalCall) -> None:
-        """Counts a completed call without exchanges. Other calls are counted at their commit."""
+        """Counts a completed call without exchanges. Calls with exchanges are counted on commit."""
         local = call.graph.local_step
         self.local_steps += local
         self.other_calls += local and not call.counts
         self.other_local_calls += local and not call.counts
 
     def wait_at(self, point: Point | None) -> None:
-        """Records that the thread waits for all ranks at `point`, or just for its own segments."""
+        """Records that the thread is waiting, for all ranks at `point` or for its own segments."""
         self.is_waiting = True
         self.point = point
 
@@ -279,7 +277,7 @@ class LocalJob:
         return self.call if self.call is not None and self.call.number == call else None
 
     def add_request(self, request: JobRequest) -> None:
-        """Stores a request made on this rank. Later requests replace it, unless it's a stop."""
+        """Stores a request made on this rank, which replaces any earlier request but a stop."""
         if self.request is not JobRequest.STOP:
             self.request = request
 
@@ -305,7 +303,8 @@ class LocalJob:
     def called(self) -> tuple[int, ...] | str:
         """Returns the collective segments of the step that the job has called.
 
-        If the job waits for something other than a step, returns the kind of its point instead.
+        If the job is waiting for something other than a step, returns the kind of its point
+        instead.
         """
         assert self.point is not None
         if self.point.kind != "step":
@@ -314,9 +313,7 @@ class LocalJob:
         return self.call.graph.collectives
 
     def has_update(self) -> bool:
-        """Whether this rank has anything to report because of which a vote could let the job
-        continue or end.
-        """
+        """Whether this rank has something to report that could let the job continue or end."""
         if self.failed is not None:
             return self.received_commit()
         if self.point is None or self.point.kind != "batch":
@@ -326,12 +323,12 @@ class LocalJob:
         return prepared > self.point.index or (limit is not None and limit <= self.point.index)
 
     def pending_wait(self, committed: int, progress: int) -> Wait | None:
-        """Returns the wait that the job is in between two exchanges, or None.
+        """Returns the job's current wait between two exchanges, or None.
 
         Args:
             committed: The job's number of committed steps.
-            progress: A number that changes whenever any job makes progress. It's used for a wait
-                for the job's end, which may depend on the progress of other jobs.
+            progress: A number that changes whenever any job makes progress. Used while waiting for
+                the job's end, which may depend on the progress of other jobs.
         """
         step = committed + 1
         if self.failed is not None:
@@ -365,14 +362,14 @@ class LocalJob:
         )
 
     def text(self) -> str:
-        """Returns this rank's text for a comparison: its failure, or what its thread waits for."""
+        """Returns this rank's text for a comparison: its failure, or what the thread waits for."""
         if self.failed is not None:
             text = self.failed
             of = self.failed_segment
             call = self.call
-            # If the failed segment's step was committed, this rank lacks the step's results while
-            # the other ranks have them, so the text has to say that. We can't tell before now: the
-            # commit vote may have been in flight when the segment failed, and a call may return
+            # If the failed segment's step was committed, the other ranks have results that this
+            # rank lacks, and the text has to say so. We couldn't have known any earlier: the commit
+            # vote may still have been in flight when the segment failed, and a call may return
             # before its last segment completes.
             if (
                 of is not None

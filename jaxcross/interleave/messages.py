@@ -1,9 +1,9 @@
 """What goes into the interleaver (events) and what comes out of it (instructions), as plain data.
 
-A message about a job contains the job's number. A message about a segment, i.e. a part of a step,
-also contains the number of the call: how many calls the job has made on this rank so far. The
-segments of every call have the same indices, so without that number, an event that arrives late
-could be attributed to the job's next call.
+Messages about a job carry the job's number. Messages about a segment, i.e. a part of a step, also
+carry the number of the call: how many calls the job has made on this rank so far. Segment indices
+are the same in every call, so without this number, a late event could be attributed to the job's
+next call.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class StopRequested(Event):
-    """A user interrupts the run. All jobs should stop between two steps, on all ranks."""
+    """The user has interrupted the run. All jobs should stop between two steps, on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackoffElapsed(Event):
-    """The wait that a `Backoff` requested has elapsed."""
+    """The wait that a `Backoff` asked for is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,9 @@ class FirstStepMade(Event):
 
 @dataclass(frozen=True, slots=True)
 class StartExcused(Event):
-    """This rank excuses a job from a joint start, so the other jobs don't wait for it.
+    """This rank excuses a job from a joint start, so the other jobs stop waiting for it.
 
-    The reason is that the job itself waits for other jobs or, if `late`, that it takes too long.
+    Either the job itself is waiting for other jobs or, if `late`, it's taking too long.
     """
 
     job: int
@@ -98,7 +98,7 @@ class StartExcused(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepsRestored(Event):
-    """A job continues after `step` steps of an earlier run. Identical across ranks."""
+    """A job resumes after `step` steps of an earlier run. Identical across ranks."""
 
     job: int
     step: int
@@ -115,7 +115,7 @@ class BatchWanted(Event):
 
 @dataclass(frozen=True, slots=True)
 class SyncWanted(Event):
-    """A job's thread requests a turn on the exchange lane, for communication of its own.
+    """A job's thread requests a turn on the exchange lane to communicate in.
 
     It gets `SyncReturned` or `Raised`.
     """
@@ -126,7 +126,7 @@ class SyncWanted(Event):
 
 @dataclass(frozen=True, slots=True)
 class BatchDropped(Event):
-    """The prefetcher has skipped a batch to get to the position at which a restart continues."""
+    """The prefetcher has skipped a batch on its way to the position of a restart."""
 
     job: int
 
@@ -195,14 +195,14 @@ class SegmentCompleted(Event):
 class SegmentFailed(Event):
     """A segment raised, either at dispatch or later.
 
-    If a computation fails, it's removed from the compute lane, and this event takes the place of
-    its `SegmentCompleted`. If an exchange fails, it must still take place, because the other ranks
-    are going to enter it. So this rank takes part with zeros as inputs, and reports the exchange's
-    end as usual.
+    A failed computation leaves the compute lane, with this event in place of its
+    `SegmentCompleted`. A failed exchange must still go ahead, because the other ranks are going to
+    enter it. So this rank takes part with zeros as inputs, and reports the end of the exchange as
+    usual.
 
     The `commits` flag says whether the segment's call has a commit, i.e. a vote on whether the step
-    takes effect. If the `ejects` flag is set, no exception was raised, but the segment has found
-    invalid values, e.g. values that aren't finite, because of which the job has to leave the run.
+    takes effect. The `ejects` flag means that nothing raised, but the segment found invalid values
+    (e.g. a loss that isn't finite), and the job has to leave the run because of them.
     """
 
     job: int
@@ -287,7 +287,7 @@ class JobPaused(Instruction):
 class JobAtStart(Instruction):
     """At a joint start, a job has reached its first step on all ranks, or has been excused.
 
-    `awaited` are the jobs that the others still wait for. If it's empty, all jobs begin.
+    `awaited` lists the jobs that the others are still waiting for. Once it's empty, all jobs begin.
     """
 
     job: int
@@ -320,7 +320,7 @@ class Dispatch(Instruction):
 class RunExchange(Instruction):
     """Exchange lane: wait for the segment's inputs, run it, and wait for its outputs.
 
-    With `zero`, don't wait for the inputs but use zeros. For `other_calls`, see `Span`.
+    With `zero`, use zeros instead of waiting for the inputs. For `other_calls`, see `Span`.
     """
 
     job: int
@@ -333,7 +333,7 @@ class RunExchange(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class CastVote(Instruction):
-    """Exchange lane: all-reduce the ballot, an int64 vector, by its elementwise minimum."""
+    """Exchange lane: all-reduce the ballot, an int64 vector, taking the elementwise minimum."""
 
     ballot: np.ndarray
 
@@ -365,9 +365,9 @@ class RunSync(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Backoff(Instruction):
-    """Exchange lane: nothing has to be done now, so wait for a while, then report `BackoffElapsed`.
+    """Exchange lane: nothing to do right now, so wait for a while, then report `BackoffElapsed`.
 
-    The wait grows with `level`. If another instruction arrives, the wait ends early and nothing is
+    The wait grows with `level`. Another instruction cuts the wait short, in which case nothing is
     reported.
     """
 
@@ -385,9 +385,9 @@ class Finish(Instruction):
 class StepReturned(Instruction):
     """Answer to a job's thread: all segments of the step were dispatched, so the call can return.
 
-    The `step` field is the number of steps that the job has made, including this one. If the
-    `skipped` flag is set, the step counts but has left the state unchanged, because some exchanged
-    values weren't finite.
+    The `step` field counts all steps that the job has made, including this step. If the `skipped`
+    flag is set, this step counts too, but some exchanged values weren't finite, so it has left the
+    state unchanged.
     """
 
     job: int
@@ -399,8 +399,8 @@ class StepReturned(Instruction):
 class SkipStep(Instruction):
     """The step is committed, but it has to leave its state unchanged.
 
-    This instruction precedes the dispatch of the segments that wait for the commit, so they can
-    select the old state.
+    This instruction arrives before any segment that waits for the commit is dispatched, so those
+    segments can select the old state.
     """
 
     job: int
@@ -419,7 +419,7 @@ class BatchGranted(Instruction):
 class SyncReturned(Instruction):
     """Answer to a job's thread: the communication that it requested has finished.
 
-    `is_only_job` says that no other job has ever been part of the run up to this slot.
+    `is_only_job` means that no other job has ever been part of the run, up to this slot.
     """
 
     job: int
@@ -428,7 +428,7 @@ class SyncReturned(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Raised(Instruction):
-    """Answer to a job's thread: raise, because the job has ended. `JobFinished` had the reason."""
+    """Answer to a job's thread: raise, because the job has ended. `JobFinished` gave the reason."""
 
     job: int
 
@@ -437,9 +437,9 @@ class Raised(Instruction):
 class JobFinished(Instruction):
     """The job has ended on every rank, after `step` committed steps.
 
-    If the job failed or was ejected, `texts` contains what each rank says about the reason, in rank
-    order. If the `stop_requested` flag is set, somebody has requested to stop this job in
-    particular, rather than the whole run.
+    If the job failed or was ejected, `texts` contains each rank's account of the reason, in rank
+    order. The `stop_requested` flag is set if somebody asked to stop this particular job rather
+    than the whole run.
     """
 
     job: int

@@ -1,9 +1,9 @@
-"""Policies, which choose the job that's next on a lane.
+"""Policies, which choose the next job on a lane.
 
-Each rank has a lane for computation and a lane for exchanges, and uses the same policy for both. A
-policy doesn't get any details of the jobs: it only receives their numbers, and how much each of
-them has used the lane so far. Jobs are numbered in the order in which they were added to the run or
-joined it, and numbers are never reused.
+Each rank has a compute lane and an exchange lane, and applies the same policy to both. All that a
+policy knows about the jobs is their numbers and how much each of them has used the lane so far.
+Jobs are numbered in the order in which they were added to the run or joined it, and numbers are
+never reused.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Start = Literal["together", "as_ready"]
 class Policy(Protocol):
     """The rule that chooses the next job on a lane. Immutable, without a clock or random numbers.
 
-    The ranks don't communicate about which job's exchange is next. Each of them asks its own
-    policy, and all must get the same answer, because otherwise they'd run different exchanges and
-    deadlock. So a policy may use nothing but its arguments.
+    The ranks don't communicate to find out whose exchange is next. Instead, each rank asks its own
+    copy of the policy. All copies must give the same answer, or the ranks would run different
+    exchanges and deadlock. So a policy's decisions may depend on nothing but its arguments.
 
-    A policy class may also have the attributes `depth` (the number of segments on the device) and
-    `start` (whether jobs begin together), which mean the same as for `RoundRobin`. Without them,
-    the run uses the defaults.
+    A policy class may also define `depth` (the number of segments on the device) and `start`
+    (whether jobs begin together), with the same meaning as in `RoundRobin`. If it doesn't, the run
+    uses the defaults.
     """
 
     @property
@@ -41,7 +41,7 @@ class Policy(Protocol):
         ...
 
     def running(self, jobs: Sequence[int]) -> tuple[int, ...]:
-        """Returns the jobs that may run now. There must be at least one.
+        """Returns the jobs that may run now. Must not be empty.
 
         Args:
             jobs: The jobs that are neither finished nor paused, in ascending order.
@@ -49,14 +49,14 @@ class Policy(Protocol):
         ...
 
     def next(self, candidates: Collection[int], turns: Turns) -> int:
-        """Returns the job that's next on the lane.
+        """Returns the next job on the lane.
 
-        A policy must not starve a job: a candidate that's asked about again and again has to be
-        chosen eventually.
+        A policy must not starve a job: a job that keeps being a candidate has to be chosen
+        eventually.
 
         Args:
-            candidates: The jobs to choose from. There is at least one.
-            turns: What has happened on this lane so far.
+            candidates: The jobs to choose from. Never empty.
+            turns: How the jobs have used this lane so far.
         """
         ...
 
@@ -66,22 +66,22 @@ class Policy(Protocol):
 
 
 class Turns:
-    """What each job has used of one lane so far, for start-time fair queueing.
+    """How much each job has used a lane so far, for start-time fair queueing.
 
-    The algorithm is from Goyal, Vin and Cheng, SIGCOMM 1996, section 2. Each job has a tag, which
-    is the job's position in virtual time. Whenever the job uses the lane, its tag advances by the
-    amount used, divided by the job's share. `Weighted` always chooses the job with the lowest tag,
-    so in the long run each job gets its share.
+    The algorithm is due to Goyal, Vin and Cheng (SIGCOMM 1996, section 2). Each job has a tag, its
+    position in virtual time. Whenever the job uses the lane, its tag advances by the amount used
+    divided by the job's share. `Weighted` always picks the job with the lowest tag, so in the long
+    run each job gets its share.
 
-    Classic fair queueing chooses the job whose turn would end first in virtual time (its finish
-    tag). For this, it has to know in advance how long a turn will take, and we don't. Start-time
-    fair queueing chooses the job whose turn would start first, so we can charge a job after its
-    turn, once its duration has been measured.
+    Classic fair queueing picks the job whose turn would end first in virtual time (the lowest
+    finish tag), but that requires knowing in advance how long each turn will take. Start-time fair
+    queueing picks the job whose turn would start first instead, so we can charge a job after its
+    turn, once we've measured how long it took.
 
     Attributes:
-        policy: The policy that chooses the next job.
+        policy: Picks the next job.
         jobs: The jobs on the lane, in ascending order.
-        last: The job that was last on the lane, or -1 if there was none yet.
+        last: The job that used the lane last, or -1 if none has yet.
     """
 
     def __init__(self, policy: Policy, jobs: int) -> None:
@@ -108,9 +108,9 @@ class Turns:
     def start_tag(self, job: int) -> float:
         """Returns the start tag that the job's next turn would have.
 
-        In virtual time, the next turn starts when the job's last turn ended (its finish tag), but
-        not before the lane's current virtual time. Without this lower bound, a job could save up
-        its share while it's idle, and then occupy the lane until it has caught up.
+        In virtual time, the next turn starts where the job's last turn ended (its finish tag), but
+        no earlier than the lane's current virtual time. Without this lower bound, an idle job could
+        save up its share, and then hog the lane until it has caught up.
         """
         return max(self._virtual_time, self._finish_tags[job])
 
@@ -130,12 +130,12 @@ class Turns:
         self._virtual_time = self._finish_tags[job] = self.start_tag(job)
 
     def charge(self, job: int, amount: float) -> None:
-        """Charges a job for what it used of the lane, in bytes or nanoseconds.
+        """Charges a job for its use of the lane, in bytes or nanoseconds.
 
-        All calls on a lane must use the same unit.
+        All calls for a lane must use the same unit.
         """
         if job in self._finish_tags:
-            # Otherwise the job has left already: its last segments may complete after that.
+            # Otherwise the job has already left. Its last segments may still complete after that.
             self._finish_tags[job] += amount / self.policy.share(job)
 
 
@@ -147,13 +147,12 @@ class RoundRobin:
 
     Args:
         depth: Number of compute segments on the device at once. If None, a number that suits JAX's
-            backend is used. So far, that's 2 on every backend.
-        start: With `together`, the run's initial jobs make their first steps only once all of them
-            have compiled, so that no job trains while another one is still compiling. There is no
-            limit on how long they wait for a job that's tracing or compiling. But if a job does
-            anything else before its first step, they wait for that for at most 30 s in total. With
-            `as_ready`, each job begins as soon as it can. The results are bitwise identical either
-            way.
+            backend is used, which is 2 on all backends so far.
+        start: With `together`, the run's initial jobs hold off on their first steps until all of
+            them have compiled, so that no job trains while another is still compiling. They wait
+            indefinitely for a job that's tracing or compiling, but at most 30 s in total for
+            anything else it does before its first step. With `as_ready`, each job begins as soon as
+            it can. The results are bitwise identical either way.
 
     Raises:
         TypeError: `depth` is not a whole number.
@@ -183,10 +182,10 @@ class RoundRobin:
 class Weighted:
     """Crossover in which each job gets a given share of the device's time and of the link's bytes.
 
-    A job gets its share no matter how large its steps are. Whatever a job doesn't use is available
-    to the other jobs. We never interrupt a segment or an exchange in progress, so a step of one job
-    may have to wait for one segment or exchange of each other job. To keep that wait short, cut
-    large jobs into segments that take no longer than those of the small jobs.
+    A job gets its share no matter how large its steps are, and whatever it leaves unused goes to
+    the other jobs. Segments and exchanges are never interrupted, so a step may have to wait for a
+    segment or an exchange of every other job. To keep that wait short, cut large jobs into segments
+    that take no longer than those of the small jobs.
 
     Args:
         shares: The share of each job, in the order in which the jobs were added. Only their ratios
@@ -227,9 +226,9 @@ class Weighted:
                 "`shares` of `Weighted` must be positive numbers, one for each job, got "
                 f"{self.shares}."
             )
-        # To make sure that all ranks use the same policy, they compare its `repr`. Without this
-        # conversion, the texts would differ for equal shares if one rank passed a tuple and another
-        # one a list or an array.
+        # The ranks compare the policy's `repr` to make sure that they all use the same policy.
+        # Without this conversion, equal shares would look different if one rank passed a tuple and
+        # another a list or an array.
         object.__setattr__(self, "shares", tuple(map(float, numbers)))
         if self.joining is not None and not (math.isfinite(self.joining) and self.joining > 0):
             raise ValueError(
@@ -254,7 +253,7 @@ class Weighted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequential:
-    """Runs the jobs one after the other, each to its end, in the order in which they were added.
+    """Runs the jobs one after another, each to completion, in the order in which they were added.
 
     This is the baseline for measuring what crossover gains.
 
@@ -276,9 +275,9 @@ class Sequential:
         return tuple(jobs[:1])
 
     def next(self, candidates: Collection[int], turns: Turns) -> int:
-        # This policy lets only one job run at a time, so there's usually just one candidate. But if
-        # a job is paused in the middle of a call, it still has to complete that call, while the
-        # next job is already running.
+        # Only one job runs at a time, so there's usually just one candidate. But a job that's
+        # paused in the middle of a call still has to complete that call while the next job is
+        # already running.
         return _in_turn(candidates, turns)
 
     def share(self, job: int) -> float:
@@ -313,9 +312,9 @@ def checked_start(start: Any) -> Start:
 
 
 def _in_turn(candidates: Collection[int], turns: Turns) -> int:
-    # The first job in round-robin order is nearly always a candidate, so this loop ends right away.
-    # A minimum of `distance` over all candidates would be shorter to write, but with 64 jobs, it
-    # would take as long as the rest of an event's work.
+    # The first job in round-robin order is nearly always a candidate, so this loop usually stops
+    # right away. Taking the minimum of `distance` over all candidates would be shorter, but with 64
+    # jobs, it takes as long as everything else we do for an event.
     return next(job for job in turns.round() if job in candidates)
 
 

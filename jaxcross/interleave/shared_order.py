@@ -1,22 +1,22 @@
 """The interleaver's state that's identical across ranks, and the order of exchanges it determines.
 
-An exchange blocks its lane until all ranks have entered it. So if two ranks started the exchanges
-of two jobs in different orders, they would deadlock. We can't let each rank start whichever job is
-ready first, because at any moment different jobs are ready on different ranks. The ranks could
-agree on a job before every exchange, but that would cost a round trip per exchange. They could also
-synchronize after each round of jobs, but then all ranks would wait for the slowest one in every
+An exchange blocks its lane until all ranks have entered it, so two ranks that start the exchanges
+of two jobs in different orders deadlock. That rules out letting each rank start whichever job is
+ready first, because at any moment different jobs are ready on different ranks. Agreeing on a job
+before every exchange would work, but at the price of a round trip per exchange. So would
+synchronizing after each round of jobs, but then all ranks would wait for the slowest rank in every
 round.
 
-Instead, once all ranks have called a step, a single vote admits all exchanges of that step. Each
-rank then merges the admitted exchanges of all jobs into one sequence on its own, by asking the
-policy for the next job whenever an exchange ends. All ranks get the same answer, because the
-policy's inputs are identical across ranks: on this lane, it charges jobs for the bytes they send,
-rather than for measured time.
+Instead, once all ranks have called a step, a single vote admits all of its exchanges. From then on,
+each rank merges the admitted exchanges of all jobs into one sequence on its own, asking the policy
+for the next job whenever an exchange ends. All ranks get the same answer, because the policy's
+inputs are identical across ranks: on this lane, jobs are charged for the bytes they send rather
+than for measured time.
 
-Nothing in this module depends on a clock, a device or anything else that's rank-local. The state
-changes only when a slot of the exchange lane ends or a vote delivers its verdict, and all ranks
-process these events in the same order. So `slot()` returns the same next slot on all ranks, even
-though they call it at different times.
+Nothing in this module depends on a clock, a device or anything else that's local to a rank. The
+state only changes when a slot of the exchange lane ends or a vote delivers its verdict, and all
+ranks process these events in the same order. So `slot()` returns the same next slot on all ranks,
+even though they call it at different times.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ OutcomeKind = Literal[
 class Slot:
     """One operation on the exchange lane, which all ranks perform together.
 
-    A vote is `deferrable` if no exchange is pending. A rank may then wait a little before it enters
-    the vote, because this delays nothing else. It doesn't wait if it has something to report about
-    `job`, the job whose turn it is, which is -1 if all jobs are paused.
+    A vote is `deferrable` if no exchange is pending. Nothing else is waiting in that case, so a
+    rank may put off entering the vote for a little while, unless it has something to report about
+    `job`, the job whose turn it is (-1 if all jobs are paused).
     """
 
     kind: SlotKind
@@ -66,7 +66,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Something that a vote has decided about one job."""
+    """Something that a vote has decided about a job."""
 
     kind: OutcomeKind
     job: int
@@ -74,7 +74,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class StreamProgress:
-    """How far all ranks have come in one stream of batches."""
+    """All ranks' progress in a stream of batches."""
 
     prepared: int = 0
     limit: int | None = None
@@ -89,11 +89,11 @@ class SharedJob:
         step: Number of committed steps.
         remaining: The exchanges of the admitted step that haven't taken place yet.
         started: Whether the policy has ever let the job run.
-        held: Whether the job may not begin a step at present, because it's paused or because the
+        held: Whether the job is currently kept from beginning a step, because it's paused or the
             policy lets other jobs run first.
         paused: Whether the job is paused.
-        stop: Whether some rank has requested that the job stop.
-        finished: Whether the job makes no more steps. The ranks may still have to compare their
+        stop: Whether some rank has asked the job to stop.
+        finished: Whether the job has made its last step. The ranks may still have to compare their
             texts about it.
         streams: The job's streams of batches, by number. The order of slots doesn't depend on them,
             so each rank may drop closed streams whenever it likes.
@@ -126,8 +126,8 @@ class SharedState:
         self.commit: int | None = None  # the job whose step has just made its last exchange
         self.voted = False  # whether there was a vote since the last exchange
         self.stopping = False
-        # Before the first exchange, the ranks may vote several times, to wait until all jobs have
-        # called their first steps. This is the number of votes that may still be spent on that.
+        # Before the first exchange, the ranks may spend several votes on waiting for all jobs to
+        # call their first steps. This is how many of those votes are left.
         self.opening = _OPENING_VOTES
         self.start = JointStart()
         # Comparisons, syncs and gatherings that are due. They take precedence over everything
@@ -138,9 +138,9 @@ class SharedState:
         self._job_of_row: dict[int, int] = {}
         self._next: Slot | None = None  # the result of `slot`, cached until something changes
         self._previous: Verdict | None = None
-        # A vote only considers jobs whose part of the ballot has changed since the previous vote,
-        # and the jobs in this set. The previous vote couldn't decide on these yet, e.g. because
-        # they were held back.
+        # A vote only considers jobs whose row has changed since the previous vote, plus the jobs in
+        # this set, which the previous vote couldn't decide on yet, e.g. because they were held
+        # back.
         self._unapplied: set[int] = set()
         for _ in range(jobs):
             self._add()
@@ -149,7 +149,7 @@ class SharedState:
     def start_together(self) -> None:
         """Holds back all jobs' first steps until every job is ready to make its own.
 
-        Has no effect if fewer than two jobs may run. Call this once, before the first slot.
+        A no-op if fewer than two jobs may run. Call this once, before the first slot.
         """
         if len(self.running) > 1:
             self.start.begin(self.jobs)
@@ -193,11 +193,10 @@ class SharedState:
         able = [n for n, job in self.jobs.items() if not (job.paused or job.finished)]
         self.running = self.policy.running(able) if able else ()
         self._next = None
-        # A job can stop only at a point where its thread waits on all ranks. If we held the job
-        # back now, because it's paused or another job is due, it might never get to such a point:
-        # on some rank, it may still be in a step that exchanges nothing, which then wouldn't be
-        # allowed to finish. So a job that has been requested to stop keeps running until it has
-        # stopped.
+        # A job can only stop at a point where its thread is waiting on all ranks. If we held the
+        # job back now, because it's paused or it's another job's turn, it might never get there: on
+        # some rank, it may be in the middle of a step without exchanges, which it then couldn't
+        # finish. So once a job has been asked to stop, it keeps running until it has stopped.
         stopping = (
             n for n, job in self.jobs.items() if job.started and (job.stop or self.stopping)
         )
@@ -217,8 +216,8 @@ class SharedState:
 
     def _decide(self) -> Slot:
         if self.commit is not None:
-            # The segments that wait for the commit can't start before this vote, so nothing else
-            # may come first.
+            # The segments that wait for the commit can't start before this vote, so nothing may
+            # delay it.
             return Slot("vote")
         if self.queue:
             return self.queue[0]
@@ -227,28 +226,28 @@ class SharedState:
         running = self.running
         job = self.turns.next(running) if running else -1
         idle = job < 0 or not self.jobs[job].remaining
-        # A job may have been paused, or held back by the policy, while it was in the middle of a
-        # step. We complete the exchanges of that step anyway. Otherwise the step would stay half
-        # finished for as long as the job is paused, and other jobs might have to wait for it.
+        # A job may have been paused, or held back by the policy, in the middle of a step. We
+        # complete the exchanges of that step anyway. Otherwise the step would stay half finished
+        # for as long as the job is paused, and other jobs might end up waiting for it.
         pending = [n for n, each in self.jobs.items() if each.remaining] if idle else [job]
         if not pending:
-            # During a joint start, give this vote to a job that the others still wait for. A job
-            # that's held back would be the wrong choice: its thread already waits at its first step
-            # on all ranks, so every rank would enter the vote without a backoff, the vote would
-            # change nothing, and the ranks would vote in a busy loop.
+            # During a joint start, spend this vote on a job that the others are still waiting for.
+            # A held-back job would be the wrong choice: its thread is already waiting at its first
+            # step on all ranks, so every rank would enter the vote without backing off, the vote
+            # would change nothing, and the ranks would end up voting in a busy loop.
             return Slot("vote", next(iter(self.start.awaited(running)), job), deferrable=True)
         if self.opening:
             late = [n for n in running if not (self.jobs[n].remaining or self.start.holds(n))]
             if late:
-                # Before the first exchange begins, give all jobs a moment to call their first
-                # steps. A job that called its step just after that would have to wait until the
-                # whole exchange is over.
+                # Give all jobs a moment to call their first steps before kicking off the first
+                # exchange. Otherwise, a job that's just a little late would have to sit through the
+                # whole exchange.
                 return Slot("vote", late[0], deferrable=True)
         if idle and not self.voted:
-            # It's the turn of a job that hasn't called its next step yet, as far as the ranks know.
-            # Instead of waiting for it, we vote right away on whether it has called its step by
-            # now, and otherwise start the exchange of another job. There's at most one such vote
-            # between two exchanges, because it delays an exchange that's ready to start.
+            # As far as the ranks know, the job whose turn it is hasn't called its next step yet.
+            # Rather than wait for it, we vote right away on whether it has by now. If it hasn't,
+            # another job's exchange goes ahead. We do this at most once between two exchanges,
+            # because such a vote delays an exchange that's ready to start.
             return Slot("vote")
         job = self.turns.next(pending)
         remaining = self.jobs[job].remaining
@@ -283,9 +282,9 @@ class SharedState:
 
         Args:
             verdict: The verdict.
-            called: Returns what a job waits for on this rank: the collective segments of the step
-                that it called, or "end", "sync" or "batch". We only call it for jobs that wait at
-                the same point on all ranks, so its result is identical across ranks.
+            called: Returns what a job is waiting for on this rank: the collective segments of the
+                step it called, or "end", "sync" or "batch". Only called for jobs that are waiting
+                at the same point on all ranks, so its result is identical across ranks.
         """
         committing = self.commit
         self.commit = None
@@ -302,11 +301,11 @@ class SharedState:
             and not any(slot.kind == "gather" for slot in self.queue)
         ):
             self.queue.append(Slot("gather"))
-        # If a job's row hasn't changed since the previous vote, we can skip the job, because
-        # everything was decided then. The exceptions are jobs that couldn't be handled at that time
-        # (`_unapplied`): they were in the middle of their exchanges, or held back, and may not be
-        # any more. Because of this, the cost of a vote depends on how much has changed, rather than
-        # on the number of jobs.
+        # Skip jobs whose rows haven't changed since the previous vote, which has already decided
+        # everything about them. The exceptions (`_unapplied`) are jobs that it couldn't handle,
+        # because they were held back or in the middle of their exchanges, which may no longer be
+        # the case. That way, the cost of a vote depends on how much has changed rather than on the
+        # number of jobs.
         changed = {
             self._job_of_row[row]: None
             for row in verdict.changed_rows(self._previous)
@@ -369,9 +368,9 @@ class SharedState:
         self._unapplied.discard(number)
         if not verdict.good and not verdict.received_commit:
             # The job has failed, but some rank hasn't received the results of the last committed
-            # step yet. If the job ended now, that rank's state would be one step behind that of the
-            # other ranks, and they can't go back to theirs. So we wait, and the ranks keep voting.
-            # If that rank hangs, its watchdog reports it, and no other rank gets the blame.
+            # step yet. If the job ended now, that rank's state would be one step behind, and the
+            # other ranks can't go back. So we wait, and the ranks keep voting. If that rank hangs,
+            # its own watchdog reports it, and no other rank gets the blame.
             self._unapplied.add(number)
             return outcomes
         if not verdict.good or (verdict.waiting and not verdict.same_point):
@@ -388,13 +387,13 @@ class SharedState:
             job.finished = True
             outcomes.append(Outcome("ended", number))
         elif (self.stopping or job.stop) and (verdict.waiting or not job.started):
-            # Stop a job only while its thread waits on all ranks, unless it hasn't started at all.
+            # Only stop a job while its thread is waiting on all ranks, unless it was never started.
             # Otherwise some rank may not have received the results of the job's last step yet.
             job.finished = True
             outcomes.append(Outcome("stopped", number))
         elif job.held:
-            # The job waits on all ranks, but it isn't allowed to begin anything now. Consider it
-            # again in the next vote.
+            # The job is waiting on all ranks, but may not begin anything right now. Reconsider it
+            # in the next vote.
             self._unapplied.add(number)
         elif what == "sync":
             self.queue.append(Slot("sync", number))

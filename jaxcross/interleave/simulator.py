@@ -1,9 +1,9 @@
 """Runs the real `Interleaver` of each rank on a virtual clock, without threads, arrays or waiting.
 
-Each job is a script, i.e. a generator that yields what the job's thread does: think, call a step,
-wait for a batch. A segment takes as many virtual seconds as its script says. As in a real run, an
-exchange begins when the last rank enters it, and ranks that enter different slots would deadlock;
-here, this raises an error.
+Each job is a script: a generator that yields what the job's thread does (think, call a step, wait
+for a batch). A segment takes as many virtual seconds as its script says. As in a real run, an
+exchange begins when the last rank enters it. Ranks that enter different slots would deadlock in a
+real run; here, that raises an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxcross.interleave.vote import JobRequest, tally
 
 @dataclass(frozen=True, slots=True)
 class Think:
-    """The job's thread does work of its own."""
+    """The job's thread is busy with its own work."""
 
     seconds: float
 
@@ -45,11 +45,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Starts to prepare batch number `count` of a stream, which takes `seconds`. Doesn't wait.
+    """Starts preparing batch number `count` of a stream, which takes `seconds`. Doesn't wait.
 
-    A stream is a sequence of batches that a job reads. It's opened when the job prepares its first
-    batch, and the `last` flag marks its final one. A job may have several open streams: the earlier
-    ones stay open until the job has reached their ends.
+    A stream is a sequence of batches that a job reads. Preparing the first batch opens the stream,
+    and the `last` flag marks the final batch. A job may have several streams open at once, because
+    earlier streams stay open until the job has reached their ends.
     """
 
     seconds: float
@@ -60,7 +60,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Waits for a batch. `yield` returns whether there is one."""
+    """Waits for a batch. The `yield` returns whether the stream goes that far."""
 
     stream: int
     index: int
@@ -90,7 +90,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Waits until another job of this rank has ended, like user code that waits for a result.
+    """Waits until another job has ended on this rank, like user code that needs its result.
 
     If that takes too long, the rank excuses the waiting job from the joint start.
     """
@@ -174,7 +174,7 @@ class Simulation:
         submits: Jobs that are submitted on rank 0, and thereby added on all ranks: (seconds, name).
         submitted: Returns the script of a submitted job, given (rank, name).
         together: Whether the run begins with a joint start.
-        excuse_s: Seconds after which a rank excuses a job that waits for another one.
+        excuse_s: Seconds after which a rank excuses a job that's waiting for another job.
         check: Whether the interleavers check their invariants after every event.
     """
 

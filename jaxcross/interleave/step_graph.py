@@ -1,4 +1,4 @@
-"""The dependences between a program's segments: all that the interleaver has to know about it."""
+"""The dependencies between a program's segments: all the interleaver needs to know about it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_SEGMENTS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGraph:
-    """The kinds and dependences of a program's segments. Immutable, so several jobs can share it.
+    """The kinds and dependencies of a program's segments. Immutable, so several jobs can share it.
 
     Attributes:
         kinds: The kind of each segment.
@@ -22,16 +22,16 @@ class StepGraph:
             because they donate or overwrite the step's input state.
         nbytes: How many bytes each segment puts on the wire. May be empty if no segment exchanges
             anything.
-        carried: The exchanges that come first and need nothing that the step computes, so they can
-            run while the step computes.
-        local_step: Whether a call is a step of its job even though it exchanges nothing, as in
-            local SGD between two exchanges. All other programs without exchanges, e.g. evaluations,
-            don't count as steps.
+        carried: The exchanges that come first and don't need anything the step computes, so they
+            can overlap its computation.
+        local_step: Whether a call counts as a step of its job even though it exchanges nothing, as
+            in local SGD between two exchanges. All other programs without exchanges, e.g.
+            evaluations, don't count as steps.
         signature: A number that must be identical across ranks before the step may exchange
             anything. See `vote.point_hash`.
         text: The signature in readable form, one line per exchange.
         function: The name and number of the job's function that the program belongs to, identical
-            across ranks. We need it to tell two functions apart whose exchanges are equal.
+            across ranks. Tells functions with equal exchanges apart.
         collectives: Indices of the collective segments, in order.
         readers: For each segment, the compute segments that need it.
     """
@@ -85,9 +85,9 @@ class StepGraph:
         return bool(self.collectives) or self.local_step
 
     def as_data(self) -> dict[str, Any]:
-        """Returns kinds, dependences and bytes as plain data.
+        """Returns kinds, dependencies and bytes as plain data.
 
-        Fields that exist only for comparisons between ranks are left out.
+        Leaves out fields that only serve comparisons between ranks.
         """
         return {
             "kinds": [*self.kinds],

@@ -1,17 +1,16 @@
-"""The vote: a small all-reduce in which the ranks decide what they have to decide together.
+"""The vote: a small all-reduce that settles whatever the ranks have to decide together.
 
-Each rank casts a `Ballot`, which is a short int64 vector. The elementwise minimum of all ballots is
-the `Verdict`, which all ranks receive, so they all come to the same decisions. We use a single
-reduction, because each additional one would cost another round trip. So every question has to be
-encoded such that a minimum answers it:
+Each rank casts a `Ballot`, a short int64 vector. The elementwise minimum of all ballots is the
+`Verdict`, which all ranks receive, so they all come to the same decisions. We make do with a single
+reduction, because each additional reduction would cost a round trip. So every question has to be
+phrased in such a way that a minimum answers it:
 
 - "Is this true on all ranks?" is a bit: the minimum is 1 only if it's true on all of them.
-- "Is this number equal on all ranks?" needs two columns, the number and its negation. The minimum
-  of -x is minus the maximum of x, so all ranks have the same number if the two minima differ only
-  in sign.
+- "Is this number equal on all ranks?" takes two columns, the number and its negation. The minimum
+  of -x is minus the maximum of x, so the number is the same on all ranks if the two minima differ
+  only in sign.
 - "How far is the slowest rank?" is a count.
-- "What is the strongest request?" is a number for each kind of request, with smaller numbers for
-  stronger requests.
+- "What is the strongest request?" is an enum, in which stronger requests have smaller values.
 """
 
 from __future__ import annotations
@@ -23,16 +22,15 @@ from enum import IntEnum
 
 import numpy as np
 
-# The largest int64. It never changes a minimum, so we use it for "this rank has nothing to say".
+# The largest int64. It never affects a minimum, so it stands for "this rank has nothing to say".
 _NEUTRAL = np.iinfo(np.int64).max
-# The number of columns in the ballot's row for a job. The columns are: waiting, point, -point,
-# good, stream, -stream, prepared, limit, request, finite, received_commit, at_start. We need the
-# negations of `point` and `stream` to find out from the minima whether they are equal on all ranks.
+# The number of columns in a job's row of the ballot: waiting, point, -point, good, stream, -stream,
+# prepared, limit, request, finite, received_commit, at_start. With the negations of `point` and
+# `stream`, the minima show whether the values are equal on all ranks.
 _FIELDS = 12
-# The number of bits at the beginning of the ballot, which concern the whole run rather than a job.
-# If the minimum of a bit is 1, it means, in this order: no rank requests that all jobs stop; all
-# ranks have jobs that are waiting to join; no rank has added a job since the last vote; no rank has
-# a text to deliver.
+# The ballot begins with this many bits about the run as a whole. A minimum of 1 means, in this
+# order: no rank requests that all jobs stop; all ranks have jobs waiting to join; no rank has added
+# a job since the last vote; no rank has a text to deliver.
 _HEADER = 4
 _NO_STOP, _ALL_PENDING, _NONE_ADDED, _NO_TEXT = range(_HEADER)
 
@@ -62,8 +60,8 @@ class AtStart(IntEnum):
 def point_hash(*parts: object) -> int:
     """Returns a number that's equal on two ranks if `parts` has the same `repr` on both."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    # Shifting makes the hash smaller than 2**62. So it can't be equal to `_NEUTRAL`, and its
-    # negation is a valid int64.
+    # The shift keeps the hash below 2**62, so it can't collide with `_NEUTRAL`, and its negation is
+    # a valid int64.
     return int.from_bytes(digest, "little") >> 2
 
 
@@ -72,14 +70,14 @@ class JobBallot:
     """One rank's vote on one job.
 
     Attributes:
-        point: A hash of what the job's thread waits to do together with all ranks (call a step with
-            exchanges, end, ...). None if the thread isn't waiting for other ranks.
+        point: A hash of what the job's thread is waiting to do together with all ranks (call a step
+            with exchanges, end, ...). None if the thread isn't waiting for other ranks.
         good: Whether the job is fine on this rank. A failure takes effect at a step's commit or
             between two steps.
         stream: Number of the stream of batches that the job reads, or -1 for none.
         prepared: How many batches of that stream this rank has prepared so far.
         limit: The number of batches in that stream, if it's known yet.
-        request: A request about the job that was made on this rank. It's cast in one vote only.
+        request: A request about the job that was made on this rank. Cast in a single vote only.
         finite: Whether the values that the step has exchanged are finite on this rank, as far as
             they were checked.
         received_commit: Whether this rank has received the results of the last committed step, or
@@ -99,11 +97,11 @@ class JobBallot:
 
 
 class Ballot:
-    """One rank's vote, which consists of a few bits about the whole run and one row per job.
+    """One rank's vote: a few bits about the whole run, and one row per job.
 
-    Most rows don't change between two votes. So we keep the vector from vote to vote, and rewrite
-    only the rows that have changed. The host's work per vote then depends on how much has changed,
-    rather than on the number of jobs.
+    Most rows don't change between two votes, so we keep the vector and only rewrite the rows that
+    have changed. That way, the host's work per vote depends on how much has changed rather than on
+    the number of jobs.
     """
 
     __slots__ = ("_rows", "_vector")
@@ -154,7 +152,7 @@ class Ballot:
         """Sets whether this rank requests a gathering of announcements.
 
         Args:
-            has_pending: Whether jobs on this rank wait until all ranks have added them.
+            has_pending: Whether jobs on this rank are waiting for all ranks to add them.
             has_added: Whether one of these jobs was added since the last vote.
             has_texts: Whether this rank has a text for all ranks.
         """
@@ -172,8 +170,8 @@ class JobVerdict:
     """A vote's outcome for one job. Identical across ranks.
 
     Attributes:
-        waiting: Whether the job waits on every rank.
-        same_point: Whether the job waits at the same point on every rank. Meaningful only if
+        waiting: Whether the job is waiting on every rank.
+        same_point: Whether the job is waiting at the same point on every rank. Meaningful only if
             `waiting`.
         good: Whether the job is fine on every rank.
         stream: The stream that every rank reads, or None if ranks read different ones.
@@ -212,9 +210,10 @@ class Verdict:
 
     def __init__(self, vector: np.ndarray) -> None:
         self.stop = not vector[_NO_STOP]
-        # The ranks have to gather announcements if some rank has a text, or if another job may be
-        # able to join. A job can join once all ranks have added it. So that's only possible if all
-        # ranks have jobs that are waiting to join, and some rank has added one since the last vote.
+        # The ranks have to gather announcements if some rank has a text, or if another job might be
+        # able to join. A job joins once all ranks have added it. For that to be possible now, all
+        # ranks must have jobs waiting to join, and some rank must have added a job since the last
+        # vote.
         self.gather = bool(
             not vector[_NO_TEXT] or (vector[_ALL_PENDING] and not vector[_NONE_ADDED])
         )
@@ -250,9 +249,7 @@ class Verdict:
         )
 
     def changed_rows(self, before: Verdict | None) -> list[int]:
-        """Returns the rows that differ from an earlier verdict; all rows if their number has
-        changed.
-        """
+        """Returns the rows that differ from an earlier verdict, or all if their number changed."""
         if before is None or len(before._rows) != len(self._rows):
             return list(range(len(self._rows)))
         return (self._rows != before._rows).any(axis=1).nonzero()[0].tolist()

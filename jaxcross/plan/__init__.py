@@ -1,6 +1,6 @@
-"""Makes decisions before a run starts, based on measurements of its jobs.
+"""Makes decisions ahead of a run, based on measurements of its jobs.
 
-    machine_contention  how much computations and exchanges slow each other down on a machine
+    machine_contention  how much computation and exchange slow each other down on a machine
     twin                predicts a run from that and from profiles of its jobs (step/profile.py):
                         the real interleaver on a virtual clock
     difference          explains where a run took longer than its prediction
@@ -18,12 +18,12 @@
                         step
 
 All of these decisions are based on profiles. A `Profile` says how long each segment (piece) of a
-job's step takes when the job runs alone; it's defined in `step/profile`. How much memory a job
-needs is described by a `JobMemory`, which is defined in `jobs/memory`.
+job's step takes when the job runs alone; it's defined in `step/profile`. Likewise, a `JobMemory`
+says how much memory a job needs; it's defined in `jobs/memory`.
 
-You can make a plan on any machine, because it needs no ranks, no device and no `World`. Only the
-module `compression` imports JAX, because it has to trace a step from the shapes and types of its
-arrays.
+Plans can be made on any machine, since there's no need for ranks, a device or a `World`.
+`compression` is the only module that imports JAX, because it has to trace a step from the shapes
+and types of its arrays.
 """
 
 from typing import TYPE_CHECKING

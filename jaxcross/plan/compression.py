@@ -1,11 +1,11 @@
 """Chooses how much to compress exchanges so that a set of jobs isn't limited by the network.
 
-Compression costs accuracy, so we want as little of it as possible. Every job starts with the plain
-mean. As long as the jobs' exchanges together take longer than their computation, we move one job to
-the next exchange in a list that is ordered from lossless to very lossy.
+Compression costs accuracy, so we use as little of it as possible. Every job starts out with the
+plain mean. As long as the jobs' exchanges take longer in total than their computation, we move one
+job to the next exchange in a list that goes from lossless to very lossy.
 
-An exchange is a gradient transformation. To find out how many bytes it sends, we trace its update
-with the shapes and types of the parameters, so nothing is compiled or run.
+Exchanges are gradient transformations. We find out how many bytes each of them sends by tracing its
+update with the shapes and types of the parameters, without compiling or running anything.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from jaxcross.step import Profile
 from jaxcross.wire import recognise, wire_bytes
 
 _MOST_BYTES = 2
-"""A profile counts as measured with the plain mean if its step exchanges at most this many times
-the bytes of its parameters. It may be more than once, because statistics and metrics are exchanged
-in addition to the gradients.
+"""We take a profile to be measured with the plain mean if its step exchanges at most this many
+times the bytes of its parameters. It may be more than once, since statistics and metrics are
+exchanged along with the gradients.
 """
 
 
@@ -43,9 +43,8 @@ class JobCost:
         compute_s: Seconds of device time that the step's computation takes (c).
         exchange_s: Seconds of network time that the step's exchanges take (m).
         params: Parameters of the job, or their shapes (`jax.ShapeDtypeStruct`).
-        profile: The profile that the seconds come from, if any. `choose_compression` checks that
-            its number of ranks and its bytes are as expected. None if you gave the seconds as
-            numbers.
+        profile: The profile that the seconds come from, or None if you supplied them as numbers.
+            `choose_compression` checks that its number of ranks and its bytes are as expected.
     """
 
     name: str
@@ -66,10 +65,9 @@ class JobCost:
         )
 
     def check(self, ranks: int) -> None:
-        """Checks that the profile, if there is one, is of this step.
+        """Checks that the profile (if there is one) belongs to this step.
 
-        It must have been measured on this number of ranks, and with the plain mean of these
-        parameters.
+        It must have been measured on this number of ranks, with the plain mean of these parameters.
 
         Raises:
             ValueError: It was measured with something else.
@@ -96,10 +94,9 @@ class JobCost:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An exchange to choose from, as a name and a function that makes it for an axis.
+    """An exchange to choose from: a name, and a function that creates the exchange for an axis.
 
-    An exchange may send different amounts on different steps. Its cost is that of the most
-    expensive step.
+    If an exchange sends different amounts on different steps, its most expensive step counts.
     """
 
     name: str
@@ -114,7 +111,7 @@ CANDIDATES = (
     Candidate("top_k, 1%", partial(top_k, 0.01)),
     Candidate("top_k, 0.1%", partial(top_k, 0.001)),
 )
-"""The exchanges to choose from by default, from the exact mean to the one that loses most."""
+"""The exchanges to choose from by default, from the exact mean to the lossiest."""
 
 
 def choose_compression(
@@ -128,38 +125,37 @@ def choose_compression(
 ) -> tuple[optax.GradientTransformation, ...]:
     """Chooses the weakest compression at which exchanges take at most `target` of computation.
 
-    Let c be the seconds that a job's step computes, and m the seconds that it exchanges. If the
-    jobs run in crossover, one job exchanges while another one computes, so all exchanges are hidden
-    behind computation as long as sum m <= sum c. Compressing any further wouldn't make the run
-    faster, but would still cost accuracy.
+    Let c be the time a job's step spends computing, and m the time it spends exchanging. In
+    crossover, one job exchanges while another computes, so all exchanges are hidden behind
+    computation as long as sum m <= sum c. Compressing any further would cost accuracy without
+    making the run any faster.
 
     So all jobs start with the first candidate. While sum m exceeds `target` times sum c, we move
-    one job to its next candidate that sends less. We choose the job for which this candidate comes
-    earliest in the list or, if there are several such jobs, the one that saves most. At the end, we
-    check for each job whether a weaker compression would also meet the target.
+    one job to its next candidate that sends less. We pick the job for which this candidate comes
+    earliest in the list; in case of a tie, the job that saves the most. Finally, we check for each
+    job whether a weaker compression would meet the target as well.
 
-    We assume that m shrinks in proportion to the bytes that are sent, and that the step has the
-    default cut. Neither latency nor the computation of the compression itself is predicted, so
-    measure the run that results.
+    We assume that m shrinks in proportion to the bytes sent, and that the step has the default cut.
+    Neither latency nor the cost of compressing is predicted, so measure the resulting run.
 
-    If a candidate raises ValueError for a job, e.g. because a leaf is an integer array, this job is
-    never given that candidate, and the explanation says so.
+    If a candidate raises ValueError for a job, e.g. because a leaf is an integer array, we never
+    assign it to that job, and say so in the explanation.
 
-    Doesn't wait or communicate: each rank makes the choice by itself. To make sure that all ranks
-    choose the same, pass costs that are identical across ranks, for example those from a report.
+    Doesn't wait or communicate: each rank makes the choice by itself. To get the same choice on all
+    ranks, pass costs that are identical across ranks, such as those from a report.
 
     Args:
-        target: The largest acceptable ratio of sum m to sum c. At 1, the exchanges are just hidden.
+        target: The largest acceptable ratio of sum m to sum c. At 1, the exchanges are only just
+            hidden.
         jobs: Cost of each job's step.
         axes: Name of the axis over which the gradients are exchanged. Several axes aren't
             supported.
         ranks: Number of ranks along that axis.
-        candidates: Exchanges to choose from, ordered from the one that loses least to the one that
-            loses most.
-        log: A function that is called once, with an explanation of the choice.
+        candidates: Exchanges to choose from, from least to most lossy.
+        log: Called once, with an explanation of the choice.
 
     Returns:
-        An exchange for each job, which you put before the optimizer in `optax.chain`.
+        An exchange for each job, to put before the optimizer in `optax.chain`.
 
     Raises:
         ValueError: There are no jobs or no candidates, the target or a time isn't positive, `axes`
@@ -217,7 +213,7 @@ def choose_compression(
 def _received(
     exchanges: Sequence[optax.GradientTransformation], params: PyTree, axis: Hashable, ranks: int
 ) -> Iterator[int | ValueError]:
-    """Yields the bytes of each exchange, or the error if an exchange rejects the parameters."""
+    """Yields the bytes of each exchange, or its error if it rejects the parameters."""
     for n, tx in enumerate(exchanges):
         try:
             yield received_bytes(tx, params, axis, ranks)
@@ -230,11 +226,11 @@ def _received(
 def received_bytes(
     tx: optax.GradientTransformation, params: PyTree, axis_name: Hashable, ranks: int
 ) -> int:
-    """Returns the bytes that one rank receives per update, by the formulas of the wire.
+    """Returns the bytes that a rank receives per update, according to the wire's formulas.
 
-    We assume that the step has the default cut. Some exchanges send different amounts on different
-    steps: for example, an exchange with a warm-up doesn't compress at first, and local steps send
-    nothing except on every k-th step. For these, we return the bytes of the step that sends the
+    This assumes that the step has the default cut. Not every step has to send the same amount: an
+    exchange with a warm-up doesn't compress at first, for example, and local steps only send
+    something on every k-th step. In such cases, we return the bytes of the step that sends the
     most.
     """
     axes: dict[Any, int] = {axis_name: ranks}
@@ -247,10 +243,10 @@ def received_bytes(
 def trace_update(
     tx: optax.GradientTransformation, params: PyTree, axes: Mapping[Any, int]
 ) -> Traced:
-    """Traces an update of `tx` by shapes and types alone. The result can't run, as it has no wire.
+    """Traces an update of `tx` from shapes and types alone. It has no wire, so it can't be run.
 
     Args:
-        tx: An exchange over `axes`. Its `init` may query the sizes of the axes, too.
+        tx: An exchange over `axes`. Its `init` may query the sizes of the axes as well.
         params: The parameters as arrays, or their shapes and types.
         axes: Number of ranks along each axis.
     """
@@ -266,7 +262,7 @@ def _types(params: PyTree) -> PyTree:
 
 
 class _NoWire:
-    """A `Wire` that recognises exchanges but can't run them. That's enough to count bytes."""
+    """A `Wire` that recognises exchanges but can't run them, which is enough to count bytes."""
 
     def recognise(self, eqn: Equation, axes: Mapping[str, int]) -> tuple[Exchange, ...] | None:
         return recognise(eqn, axes)
@@ -279,9 +275,7 @@ class _NoWire:
 
 
 def _variants(traced: Traced) -> Iterator[Traced]:
-    """Yields each variant of the step. If its exchange depends on a step counter, there are
-    several.
-    """
+    """Yields all variants of the step; there are several if it depends on a step counter."""
     if traced.undecided is None:
         yield traced
     else:
@@ -299,19 +293,19 @@ def _predicted_seconds(job: JobCost, nbytes: Sequence[float]) -> list[float]:
 
 
 def _least_compression(seconds: Sequence[Sequence[float]], budget_s: float) -> list[int]:
-    """Returns each job's candidate, such that the exchanges take at most `budget_s` together.
+    """Returns each job's candidate, keeping the total time of all exchanges within `budget_s`.
 
     If that's impossible, every job gets its strongest compression.
 
     Args:
         seconds: Predicted exchange time of each job (row) with each candidate (column).
-        budget_s: Seconds that the exchanges of all jobs may take together.
+        budget_s: Seconds that the exchanges of all jobs may take in total.
     """
     chosen = [0] * len(seconds)
-    # We compress one job at a time a little more. To treat all jobs alike, we choose the job whose
-    # next useful candidate comes earliest in the list. A candidate is useful for a job if it makes
-    # the job's exchange smaller than now. A job that skips some candidates has its next useful one
-    # later in the list, so it only moves after the others have reached that place.
+    # Compress one job at a time a little more. To treat all jobs alike, pick the job whose next
+    # useful candidate comes earliest in the list, where "useful" means that it makes the job's
+    # exchange smaller than it is now. A job that skips some candidates has its next useful
+    # candidate further down the list, so it only moves once the others have caught up.
     while _total(seconds, chosen) > budget_s:
         moves = [
             (n, step)
@@ -324,9 +318,9 @@ def _least_compression(seconds: Sequence[Sequence[float]], budget_s: float) -> l
             moves, key=lambda s: (s[1], seconds[s[0]][s[1]] - seconds[s[0]][chosen[s[0]]])
         )
         chosen[job] = step
-    # We may have compressed more than necessary. For example, one job moved first and saved a
-    # little, and then another job's move saved so much that the first move is no longer needed. So
-    # let each job return to the weakest compression with which the target is still met.
+    # We may have compressed more than necessary. For example, the first job to move may have saved
+    # a little, and then another job's move saved so much that the first move is no longer needed.
+    # So let each job go back to the weakest compression that still meets the target.
     for job in sorted(range(len(chosen)), key=lambda n: -chosen[n]):
         for step in range(chosen[job]):
             gentler = [*chosen[:job], step, *chosen[job + 1 :]]

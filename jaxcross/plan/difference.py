@@ -1,39 +1,39 @@
 """Explains why a run was slower than predicted, by attributing the difference to causes.
 
-The twin is a simulation that predicts a run from profiles of its jobs. If the real run is slower,
-there are two possible reasons: an input of the simulation was wrong (e.g. the job now computes for
-longer than in its profile), or the run lost time in a way that the simulation doesn't model (e.g.
-waiting for a straggler).
+The twin is a simulation that predicts a run from profiles of its jobs. There are two possible
+reasons for the real run being slower: either an input of the simulation was off (e.g. the job
+computes for longer than it did in its profile), or the run lost time in a way that the simulation
+doesn't model (e.g. waiting for a straggler).
 
-To tell these two reasons apart, `difference` replaces the inputs by what the run measured, one
-after the other, and simulates the same steps again after each replacement:
+To tell these apart, `difference` replaces the inputs with what was measured in the run, one after
+the other, and simulates the same steps again after each replacement:
 
-1. the time that each segment computes,
-2. the time that each exchange takes,
+1. each segment's compute time,
+2. each exchange's duration,
 3. contention, i.e. how much computation and exchange slow each other down while they overlap,
-4. the time that a job needs between the return of one step and the call of the next.
+4. the time a job needs between returning from one step and calling the next.
 
-The increase of the predicted period (the length of a round) after a replacement is that input's
-part of the difference. We can't just compare the inputs themselves: an exchange that takes 10 ms
-longer costs nothing as long as it's hidden behind computation, and only a simulation tells whether
-it is.
+Whatever a replacement adds to the predicted period (the length of a round) is attributed to that
+input. We can't just compare the inputs themselves: an exchange that takes 10 ms longer costs
+nothing as long as it stays hidden behind computation, and only a simulation can tell whether it
+does.
 
-What remains after all four replacements is attributed to votes, other ranks, dispatch and input,
-according to how much more time the run lost to each of these than the last simulation did. The rest
-is `unexplained`.
+The remaining difference is attributed to votes, waiting for other ranks, dispatch and input, based
+on how much time the run lost to each of them beyond what the last simulation predicted. Anything
+that's still left is `unexplained`.
 
-**Contention or slower work.** If a segment took longer than its profile says, either the other lane
-slowed it down, or it had more work to do. A single segment doesn't tell which. But the segments of
-a job usually overlap with the other lane to different degrees. If those with more overlap are
-slower, it's contention; if all are equally slower, it's the work.
+**Contention or slower work.** When a segment takes longer than its profile says, either the other
+lane slowed it down, or it had more work to do. We can't tell which from a single segment. But a
+job's segments usually overlap with the other lane to different degrees: if those with more overlap
+are slower, it's contention; if all of them are equally slower, it's the work.
 
-To tell the two apart, we fit two kinds of unknowns by least squares: one factor per job for its
-work, and one pace per lane, which is how much work the lane does per second while the other lane is
-busy.
+To separate the two effects, we perform a least-squares fit with two kinds of unknowns: a factor for
+each job's work, and a pace for each lane, i.e. how much work it gets done per second while the
+other lane is busy.
 
-If a run repeats itself exactly in every round, all segments of a job overlap with the other lane to
-the same degree. We then can't tell contention and slower work apart in this way, so the fit fails.
-In this case, `_Paces.of` takes the simplest explanation that is consistent with all jobs.
+In a run that repeats itself exactly in every round, all segments of a job overlap with the other
+lane to the same degree. The fit then can't distinguish contention from slower work, so `_Paces.of`
+falls back to the simplest explanation that's consistent with all jobs.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ PARTS = MappingProxyType({
     "input": "a job waited for its next batch",
     "unexplained": "the rest; below zero: faster than all of this would be",
 })  # fmt: skip
-"""The parts into which we divide the achieved minus the predicted period, in the order in which
-they are shown.
+"""The parts into which we divide the difference between the achieved and the predicted period, in
+display order.
 """
 
 _CAUSES = {
@@ -92,26 +92,26 @@ _CAUSES = {
     "input": ("input",),
 }
 _DOUBT = 0.03
-"""Largest acceptable standard error of the fitted pace. If the error is larger, the run's spans
-don't tell us whether contention or slower work was the cause.
+"""Largest acceptable standard error of the fitted pace. If it's larger, the run's spans don't tell
+us whether contention or slower work is to blame.
 """
 _TOLERANCE = 0.01
-"""If one explanation for all jobs leaves more than this share of a job's work unexplained, we
-reject the explanation.
+"""We reject an explanation for all jobs if it leaves more than this share of any job's work
+unexplained.
 """
 _CLEARLY = 0.003
 """We only blame contention if it explains the jobs better than slower work does by at least this
 share of a job's work.
 """
 _LEAST_S = 1e-6  # smaller increases of the time between steps are ignored
-_DIGITS = 6  # decimals of a measured factor; more are noise, since spans are whole nanoseconds
+_DIGITS = 6  # decimals of a measured factor; any more is noise, since spans are whole nanoseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """A run compared with its prediction. `print` shows it as a table.
 
-    All times are per round, in whole nanoseconds: `predicted_ns` plus all of `parts_ns` is
+    All times are per round, in whole nanoseconds. `predicted_ns` and all of `parts_ns` add up to
     `achieved_ns`.
 
     Attributes:
@@ -119,8 +119,8 @@ class Difference:
         achieved_ns: The period of the run.
         parts_ns: The parts of the difference, by the keys of `PARTS`. Only `unexplained` can be
             negative.
-        ideal_ns: The predicted bound, i.e. the shortest period that any order of the predicted work
-            allows.
+        ideal_ns: The predicted bound, i.e. the shortest period that any ordering of the predicted
+            work allows.
     """
 
     predicted_ns: int
@@ -161,21 +161,21 @@ class Difference:
 def difference(prediction: Prediction, run: Report) -> Difference:
     """Compares a run with its prediction.
 
-    Repeats the prediction with inputs that were measured in the run: first only its seconds of
-    computation, then also its seconds of exchange, its contention, and its time between steps. The
-    part of the difference that is due to an input is the increase of the predicted period when we
-    replace it.
+    Repeats the prediction with inputs measured in the run: first just the compute times, then also
+    the exchange times, the contention, and the time between steps. Each input accounts for however
+    much the predicted period increases when we replace it.
 
-    What then remains of the difference is divided among votes, other ranks, dispatch and input,
-    according to how much more time the run lost to each of them than the last of these predictions.
+    The remaining difference is attributed to votes, waiting for other ranks, dispatch and input.
+    Each gets the time the run lost to it beyond what the last prediction says, scaled down if that
+    adds up to more than what remains.
 
     Args:
-        prediction: A prediction of the same jobs under the same policy.
+        prediction: A prediction for the same jobs under the same policy.
         run: The run.
 
     Raises:
-        ValueError: Jobs, policy or segments differ, or the run or its prediction has no steady
-            state.
+        ValueError: The jobs, the policy or the segments differ, or either the run or its prediction
+            has no steady state.
     """
     _check(prediction, run)
     compute, exchange = _rows(run.spans, prediction.profiles)
@@ -184,9 +184,9 @@ def difference(prediction: Prediction, run: Report) -> Difference:
     contention = Contention(
         compute=max(1.0, 1 / computed.together), exchange=max(1.0, 1 / exchanged.together)
     )
-    # We predict the run in several stages. Each stage replaces one more input by what the run
-    # measured, so the increase of the period (the length of a round) from one stage to the next is
-    # the effect of this input. The last stage uses everything that the run measured.
+    # Predict the run in stages, each of which replaces one more input with what was measured in the
+    # run. The increase of the period (the length of a round) from one stage to the next is the
+    # effect of that input. The last stage uses everything that was measured.
     stages = [prediction]
     names = ["computation", "exchange", "contention", "host"]
     stages.append(_scaled(stages[-1], "compute", computed.factors))
@@ -195,9 +195,9 @@ def difference(prediction: Prediction, run: Report) -> Difference:
     stages.append(_with_host_time(stages[-1], run))
     ends = [_period_ns(stage.rounds) for stage in stages]
     parts = dict.fromkeys(PARTS, 0)
-    # If an input turns out better than predicted, the period of its stage is shorter. Such an input
-    # counts as 0 rather than as a negative part. The time gained is subtracted from `unexplained`
-    # instead, which may therefore be negative.
+    # When an input turns out better than predicted, its stage has a shorter period. We count that
+    # as 0 instead of a negative part, and subtract the time gained from `unexplained`, which may
+    # therefore be negative.
     for name, before, after in zip(names, ends, ends[1:], strict=False):
         parts[name] = max(0, after - before)
     achieved = _period_ns(run.rounds)
@@ -239,9 +239,9 @@ def _period_ns(rounds: TimeBreakdown) -> int:
 class _Row(NamedTuple):
     """One execution of a segment.
 
-    The field `solo_s` is how long the segment takes according to its profile, i.e. alone. The time
-    that it actually took is split into two parts, because contention only slows down the second
-    one: during `apart_s` the other lane was idle, and during `together_s` it was busy.
+    `solo_s` is how long the segment takes alone, according to its profile. The time it actually
+    took is split in two, because contention only has an effect while both lanes are working: the
+    other lane was idle during `apart_s`, and busy during `together_s`.
     """
 
     solo_s: float
@@ -254,10 +254,10 @@ class _Paces:
     """How fast one lane worked in the run.
 
     Attributes:
-        factors: For each job, how many times longer its segments take than in its profile while the
+        factors: For each job, how many times longer than in its profile its segments take while the
             other lane is idle.
-        together: The pace, i.e. how many seconds of work the lane does per second while the other
-            lane is busy. While the other lane is idle, it does one second of work per second.
+        together: The pace, i.e. how many seconds of work the lane gets done per second while the
+            other lane is busy. While the other lane is idle, the pace is 1.
     """
 
     factors: Mapping[str, float]
@@ -267,31 +267,31 @@ class _Paces:
     def of(cls, rows: Mapping[str, Sequence[_Row]], predicted: float) -> Self:
         """Solves `factor * solo = apart + pace * together` for the factors and the pace.
 
-        If the segments of a job overlap with the other lane to different degrees, we solve these
-        equations by least squares. Otherwise, e.g. in a run that repeats itself exactly in every
-        round, many combinations of factors and pace solve them equally well. We then take the first
-        of three explanations that is consistent with all jobs:
+        If a job's segments overlap with the other lane to different degrees, we solve these
+        equations by least squares. Otherwise (e.g. in a run that repeats itself exactly in every
+        round), many combinations of factors and pace are equally good solutions. In that case, we
+        settle for the first of three explanations that's consistent with all jobs:
 
-        1. It's contention: only the pace, i.e. the speed of a lane while the other one is busy,
-           differs from the prediction. This must explain the jobs clearly better than the next
+        1. It's contention: only the pace, i.e. the speed of a lane while the other lane is busy, is
+           different from the prediction. This has to explain the jobs clearly better than the next
            explanation does.
         2. The work is slower: the pace is as predicted, but all segments take longer than in their
            profiles, by the same factor.
-        3. Likewise, but each job has its own factor.
+        3. The same, but with a separate factor for each job.
 
         Args:
             rows: The executed segments of each job.
             predicted: The predicted pace.
         """
         pace = _fitted_pace(rows)
-        # A pace that differs from the prediction by less than this is only rounding. If we didn't
-        # ignore it, a run that matches its prediction exactly would be reported to differ a little.
+        # Treat tiny deviations from the predicted pace as rounding. Otherwise a run that matches
+        # its prediction exactly would be reported as slightly different.
         if pace is not None:
             pace = predicted if abs(pace - predicted) < 10**-4 else pace
             return cls(
                 factors={name: _factor(job, pace) for name, job in rows.items()}, together=pace
             )
-        # The segments don't determine the pace, so each job effectively gives us a single equation:
+        # The segments don't determine the pace, so all that a job gives us is a single equation:
         # the sum over its segments.
         alike = _factor([row for job in rows.values() for row in job], predicted)
         sums = [_Row(*map(sum, zip(*job, strict=True))) for job in rows.values()]
@@ -301,9 +301,9 @@ class _Paces:
             pace = sum((row.solo_s - row.apart_s) * row.together_s for row in sums) / squares
         one_factor = _misfit(sums, alike, predicted)
         one_pace = _misfit(sums, 1.0, pace)
-        # Contention (one pace) and slower work (one factor for all jobs) both have a single
-        # unknown, so either may fit the jobs well, and by mere noise, contention may fit a little
-        # better. We only blame contention if it fits clearly better.
+        # Both explanations have a single free parameter: the slowdown caused by contention, or a
+        # common factor by which all work was slower. Noise alone can make contention fit slightly
+        # better, so we only blame contention if its fit is clearly better.
         if one_pace < min(one_factor - _CLEARLY, _TOLERANCE) and 0 < pace <= 1:
             return cls(factors=dict.fromkeys(rows, 1.0), together=pace)
         if one_factor < _TOLERANCE:
@@ -316,11 +316,11 @@ class _Paces:
 
 def _fitted_pace(rows: Mapping[str, Sequence[_Row]]) -> float | None:
     """Returns the least-squares fit of the pace, or None if the segments don't determine it."""
-    # We fit `factor * solo = apart + pace * together` with one factor per job and a common pace.
-    # Solving for all of them at once needs a matrix with one column per job. But for a given pace,
-    # the best factor of a job is known, so we can eliminate the factors: we project each job's
-    # `apart` and `together` columns onto the complement of its `solo` column, i.e. remove what a
-    # factor can explain. What remains is a fit with a single unknown.
+    # We fit `factor * solo = apart + pace * together` with a factor for each job and a common pace.
+    # Solving for everything at once would take a matrix with a column for each job. But given the
+    # pace, we know each job's best factor, so we can eliminate the factors: project each job's
+    # `apart` and `together` columns onto the complement of its `solo` column, which removes
+    # whatever a factor can explain. That leaves a fit with a single unknown.
     apart = [np.zeros(0)]
     together = [np.zeros(0)]
     for job in rows.values():
@@ -329,11 +329,11 @@ def _fitted_pace(rows: Mapping[str, Sequence[_Row]]) -> float | None:
             free.append(column - solo * (solo @ column) / (solo @ solo))
     a = np.concatenate(apart)
     b = np.concatenate(together)
-    # There's one equation per segment, and the unknowns are one factor per job and the pace.
+    # There's an equation for each segment; the unknowns are a factor for each job, and the pace.
     known = len(a) - len(rows) - 1
-    # `b` is what's left of `together` after the projection. If that's almost nothing, the segments
-    # of each job overlap with the other lane to the same degree. A job's factor then explains
-    # everything that the pace could explain, so the pace isn't determined.
+    # `b` is what the projection leaves of `together`. If that's next to nothing, each job's
+    # segments all overlap with the other lane to the same degree. In that case, a job's factor can
+    # explain anything that the pace could, which leaves the pace undetermined.
     if known < 1 or b @ b <= _DOUBT**2 * sum(
         row.together_s**2 for job in rows.values() for row in job
     ):
@@ -352,7 +352,7 @@ def _misfit(sums: Sequence[_Row], factor: float, pace: float) -> float:
 
 
 def _factor(rows: Sequence[_Row], pace: float) -> float:
-    """Returns the work of these segments, relative to what their profile says."""
+    """Returns how much work these segments were, relative to what their profile says."""
     return round(
         sum(row.apart_s + pace * row.together_s for row in rows) / sum(row.solo_s for row in rows),
         _DIGITS,
@@ -364,7 +364,7 @@ def _rows(
 ) -> tuple[dict[str, list[_Row]], dict[str, list[_Row]]]:
     """Returns each job's executed compute segments and exchanges.
 
-    The first step is left out, because it may compile.
+    The first step is left out, since it may include compilation.
     """
     spans = in_lane_order(spans)
     solo = {profile.name: profile.seconds for profile in profiles}
@@ -385,14 +385,14 @@ def _rows(
                 or span.step < 2
             ):
                 continue
-            # A segment that takes no time in its profile can't be compared with it.
+            # If a segment takes no time in its profile, there's nothing to compare with.
             seconds_alone = solo[span.job][span.segment]
             if seconds_alone <= 0:
                 continue
             is_compute = span.kind == "compute"
-            # A rank's span of an exchange begins with waiting for other ranks, during which nothing
-            # is transferred. Only the end of the span is work of the exchange, and this part is as
-            # long as the exchange's shortest span on any rank.
+            # A rank's span of an exchange begins with a wait for other ranks, during which nothing
+            # is transferred. The actual work comes at the end, and takes as long as the exchange's
+            # shortest span on any rank.
             length = min(
                 shortest.get((span.job, span.number, span.segment), span.end_ns),
                 span.end_ns - span.start_ns,
@@ -407,9 +407,9 @@ def _rows(
 class _Cumulated:
     """Finds by bisection how much of a time window a set of intervals covers.
 
-    A run may have hundreds of thousands of spans, and we need this for each of them. Intersecting
-    every span with the whole set would be too slow. So we add up the lengths of the intervals once,
-    and then only look up both ends of each span in these sums.
+    We need this for every span of a run, of which there may be hundreds of thousands. Intersecting
+    each of them with the whole set would be too slow, so we compute the cumulative length of the
+    intervals once, after which a span only takes two lookups.
     """
 
     def __init__(self, intervals: Sequence[Interval]) -> None:
@@ -418,7 +418,7 @@ class _Cumulated:
         self._before = [0, *accumulate(end - start for start, end in intervals)]
 
     def within(self, start: int, end: int) -> int:
-        """Returns for how long the intervals cover the time from `start` to `end`."""
+        """Returns how much of the time from `start` to `end` the intervals cover."""
         return self._until(end) - self._until(start)
 
     def _until(self, moment: int) -> int:
@@ -442,7 +442,7 @@ def _scaled(prediction: Prediction, kind: str, factors: Mapping[str, float]) -> 
 
 
 def _with_host_time(prediction: Prediction, run: Report) -> Prediction:
-    """Predicts again, with the run's time between steps wherever it's longer than predicted."""
+    """Predicts again, using the run's time between steps wherever it's longer than predicted."""
     profiles = []
     for profile in prediction.profiles:
         _, there_s = segment_times(run.spans, profile.name, profile.graph)
@@ -467,9 +467,9 @@ def _lost(
 ) -> dict[str, int]:
     """Returns how much more time the run lost than predicted, by part.
 
-    The argument `at_most_ns` is how much longer the run's period is than that of the last
-    simulation, in which all inputs are as measured. The run's other losses, such as votes, can't
-    explain more than this. If they add up to more, we scale all of them down by the same factor.
+    `at_most_ns` is how much longer the run's period is than that of the last simulation, in which
+    all inputs are measured. The run's other losses, such as votes, can't account for more than
+    this, so if they add up to more, we scale them all down by the same factor.
     """
     more = {
         part: max(0.0, sum(there.get(cause, 0.0) - predicted.get(cause, 0.0) for cause in causes))

@@ -1,13 +1,13 @@
-"""Groups jobs that share devices, so that computation and exchange fill each other's gaps.
+"""Groups jobs to share devices, so that computation and exchange fill each other's gaps.
 
 A job that mostly computes leaves the link idle, and a job that mostly exchanges leaves the device
-idle, so the two of them share ranks well. `group` looks for the grouping whose rounds take the
-fewest rank-seconds in total.
+idle, which makes them a good match. `group` looks for the grouping whose rounds take the fewest
+rank-seconds in total.
 
-For up to `EXACT` jobs with the same number of ranks, it compares all possible groupings. For more
-jobs, this would take too long. In that case it starts from a grouping that combines jobs of
-opposite kinds (`_folded`), and then improves it by repeatedly taking two groups and redistributing
-their jobs (`_improve`).
+With up to `EXACT` jobs on the same number of ranks, it simply compares all possible groupings. For
+more jobs that would take too long, so it starts from a grouping that combines jobs of opposite
+kinds (`_folded`), and improves it by repeatedly taking two groups and redistributing their jobs
+(`_improve`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Load:
         compute_s: Seconds of device time per step.
         exchange_s: Seconds of link time per step.
         ranks: Number of its ranks. Only jobs with the same number of ranks can share devices.
-        steps: Weight of the job, i.e. how many steps it makes per round, relative to a job with
-            weight 1.
+        steps: Weight of the job: how many steps it makes per round, relative to a job with weight
+            1.
         memory: The memory that the job needs on a rank.
 
     Raises:
@@ -81,9 +81,9 @@ class Grouping:
         groups: For each group, the names of its jobs.
         rank_s: Rank-seconds that a round of all groups takes: the sum of each group's bound times
             its number of ranks.
-        alone_rank_s: The same if every job ran alone.
-        pooled_rank_s: The same if all jobs with the same number of ranks formed a single group,
-            without limits on its size and memory. No grouping can be better than this.
+        alone_rank_s: The same, if every job ran alone.
+        pooled_rank_s: The same, if all jobs with the same number of ranks formed a single group,
+            regardless of its size and memory. No grouping can beat this.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -93,16 +93,16 @@ class Grouping:
 
 
 def group(loads: Sequence[Load], *, most: int = 4, memory: int | str | None = None) -> Grouping:
-    """Groups jobs such that their rounds take few rank-seconds. Depends only on its arguments.
+    """Groups jobs so that their rounds take few rank-seconds. Depends only on its arguments.
 
-    If c is the compute time and m the exchange time of a job's step, we assume that a round of a
-    group, i.e. one step of each of its jobs, takes max(sum c, sum m, max(c + m)). This is the same
-    bound that reports use.
+    With c and m being the compute and exchange time of a job's step, we assume that a round of a
+    group (one step of each of its jobs) takes max(sum c, sum m, max(c + m)). This is the same bound
+    that reports use.
 
-    For up to 8 jobs with the same number of ranks, we compare all groupings. If there are more
-    jobs, we sort them by the share of exchange in their step, and form groups with jobs from both
-    ends of this order, so that jobs that mostly compute end up with jobs that mostly exchange. Then
-    we repeatedly take two groups and redistribute their jobs, until that no longer helps.
+    With up to 8 jobs on the same number of ranks, we compare all groupings. With more jobs, we sort
+    them by the share of exchange in their step and form groups from both ends of that order, which
+    brings together jobs that mostly compute and jobs that mostly exchange. Then we repeatedly take
+    two groups and redistribute their jobs, until that no longer helps.
 
     Args:
         loads: The jobs. Their names must differ.
@@ -149,8 +149,8 @@ def bound_s(compute_s: npt.ArrayLike, exchange_s: npt.ArrayLike) -> Numbers:
 
     The arguments are arrays of the jobs' compute times (c) and exchange times (m), with the jobs
     along the last axis. A device does one thing at a time, so a round takes at least as long as all
-    of its computation. The same holds for the link and all exchanges. And a round can't be shorter
-    than the step of any single job.
+    of its computation; likewise for the link and all exchanges. Nor can a round be shorter than the
+    step of any single job.
     """
     compute = np.asarray(compute_s)
     exchange = np.asarray(exchange_s)
@@ -158,11 +158,11 @@ def bound_s(compute_s: npt.ArrayLike, exchange_s: npt.ArrayLike) -> Numbers:
 
 
 class _LoadTable:
-    """The loads of the jobs as arrays, so that many groupings can be evaluated at once.
+    """The loads of the jobs as arrays, for evaluating many groupings at once.
 
-    The methods take an array of job numbers, with one row per group. All rows of an array have the
-    same length, but groups may have different sizes. So we add a dummy job, whose load is 0, to the
-    end of each array of loads, and fill up the rows of small groups with the dummy's number.
+    The methods take an array of job numbers, with one row per group. Rows need to have the same
+    length even if groups have different sizes, so we append a dummy job with a load of 0 to each
+    array of loads, and pad the rows of small groups with the dummy's number.
     """
 
     def __init__(self, loads: Sequence[Load], limit: int | None) -> None:
@@ -210,9 +210,9 @@ def _best(table: _LoadTable, most: int) -> list[tuple[int, ...]]:
     """Returns the best of all groupings, by dynamic programming.
 
     In any grouping of a set of jobs, one group contains the set's first job, and the other groups
-    are a grouping of the remaining jobs. If we already know the best grouping of these remaining
-    jobs, we only have to try each possible group for the first job. That's the case if we go
-    through all sets of jobs from small to large.
+    are a grouping of the remaining jobs. If we go through all sets of jobs from small to large, we
+    already know the best grouping of these remaining jobs, and only have to try each possible group
+    for the first job.
     """
     best: dict[int, tuple[float, list[tuple[int, ...]]]] = {0: (0.0, [])}
     for left in range(1, 2**table.jobs):
@@ -223,8 +223,8 @@ def _best(table: _LoadTable, most: int) -> list[tuple[int, ...]]:
                 members = (jobs[0], *others)
                 rest_s, rest = best[left & ~sum(1 << i for i in members)]
                 options.append((float(table.costs(np.array(members))) + rest_s, [members, *rest]))
-        # If several groupings cost the same, take the one with the most and hence smallest groups,
-        # because a job is disturbed less if it shares its ranks with fewer others.
+        # Among groupings that cost the same, take the one with the most (and hence smallest)
+        # groups: the fewer jobs share their ranks, the less they disturb each other.
         shortest = min(cost for cost, _ in options)
         best[left] = max(
             (o for o in options if o[0] <= shortest * (1 + 1e-9)), key=lambda option: len(option[1])
@@ -233,11 +233,11 @@ def _best(table: _LoadTable, most: int) -> list[tuple[int, ...]]:
 
 
 def _folded(table: _LoadTable, count: int, most: int) -> npt.NDArray[np.intp]:
-    """Returns the groups with which the search begins.
+    """Returns the groups to start the search with.
 
-    Sorts the jobs from those that mostly compute to those that mostly exchange. Then deals them out
-    to the groups like cards, from the first group to the last, then back from the last to the
-    first, and so on. This way, each group gets jobs from both ends of the order.
+    Sorts the jobs from mostly computing to mostly exchanging. Then deals them out to the groups
+    like cards: from the first group to the last, back from the last to the first, and so on. That
+    way, each group gets jobs from both ends of the order.
     """
     whole = np.maximum(table.compute + table.exchange, 1e-300)[:-1]
     order = np.argsort(table.exchange[:-1] / whole, kind="stable")
@@ -258,10 +258,10 @@ def _improve(table: _LoadTable, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.in
     random = np.random.default_rng(0)
     idle = 0
     for turn in range(_ROUNDS):
-        # We pair up the groups, and then redistribute the jobs of each pair. If one group mostly
-        # computes and the other one mostly exchanges, this gains most, so we sort the groups and
-        # pair opposite ends. But that would produce the same pairs again and again, so every other
-        # time we pair the groups at random.
+        # Pair up the groups, then redistribute the jobs of each pair. There's most to gain if one
+        # group mostly computes and the other mostly exchanges, so we sort the groups and pair
+        # opposite ends. Since that would keep producing the same pairs, we pair the groups at
+        # random every other time.
         lean = (table.compute[rows] - table.exchange[rows]).sum(-1)
         order = np.argsort(lean, kind="stable") if turn % 2 == 0 else random.permutation(count)
         first = order[: count // 2]
@@ -282,7 +282,7 @@ def _improve(table: _LoadTable, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.in
 
 
 def _without_gain(table: _LoadTable, members: list[int]) -> list[tuple[int, ...]]:
-    """Splits off the jobs that gain nothing from sharing ranks. Each of them gets its own group."""
+    """Splits off jobs that gain nothing from sharing ranks, each into its own group."""
     parts: list[tuple[int, ...]] = []
     left = list(members)
     for job in members:

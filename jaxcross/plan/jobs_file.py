@@ -38,16 +38,15 @@ class JobsFile:
 
 
 def read_jobs(path: Path, *, profiles: Path | None = None) -> JobsFile:
-    """Reads the file and all profiles that it names.
+    """Reads the file, along with all profiles that it names.
 
     Args:
         path: The file.
-        profiles: The folder to which the paths of profiles are relative. If None, this is the
-            folder of the file.
+        profiles: The folder that paths of profiles are relative to. Defaults to the file's folder.
 
     Raises:
-        ValueError: The file or a profile has invalid content, or a profile can't be read. The text
-            says which file it is, and where the problem is.
+        ValueError: The file or a profile has invalid content, or a profile can't be read. The
+            message says which file it is, and where the problem is.
         OSError: The file can't be read.
     """
     try:

@@ -13,17 +13,17 @@ from jaxcross.interleave import Contention
 
 MAX_FILE_BYTES = 1_000_000
 _SAME = 0.02
-"""If two link rates differ by less than this share, we treat them as the same rate, because
-measured rates vary by about this much from run to run.
+"""Link rates that differ by less than this share count as the same, since measured rates vary by
+about this much from run to run.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineContention:
-    """The contention that was measured on one machine, at several rates of its link.
+    """The contention measured on a machine, at several rates of its link.
 
     Attributes:
-        measured: Pairs of a rate (in Mbit/s) and the contention at that rate. Rates are ascending.
+        measured: Pairs of a rate (in Mbit/s) and the contention at that rate, in ascending order.
 
     Raises:
         ValueError: There are no measurements, or the rates aren't positive and ascending.
@@ -41,7 +41,7 @@ class MachineContention:
     def at(self, mbps: float) -> Contention:
         """Returns the contention at a given rate of the link.
 
-        Interpolates linearly between two measured rates. Outside the measured range, returns the
+        Interpolates linearly between measured rates. Outside the measured range, returns the
         contention at the nearest measured rate.
         """
         rates = [rate for rate, _ in self.measured]
@@ -56,7 +56,7 @@ class MachineContention:
         )
 
     def with_point(self, mbps: float, there: Contention) -> Self:
-        """Returns a copy with one more measurement, which replaces those at about the same rate."""
+        """Returns a copy with one more measurement, which replaces any at about the same rate."""
         others = [point for point in self.measured if abs(point[0] - mbps) > _SAME * mbps]
         return type(self)(
             measured=tuple(sorted([*others, (mbps, there)], key=lambda point: point[0]))
@@ -82,7 +82,7 @@ class MachineContention:
 
     @classmethod
     def from_json(cls, points: Any) -> Self:
-        """Reads what `to_json` returned.
+        """Reads back what `to_json` returned.
 
         Raises:
             ValueError: `points` is something else.
@@ -106,7 +106,6 @@ TWO_CORES = MachineContention(
         (2000.0, Contention(compute=1.37, exchange=1.22)),
     )
 )
-"""The contention of two-core machines. It was measured with a ResNet-50 step that ran at the same
-time as exchanges of the model's 102 MB, with MPICH and one core per host
-(`benchmarks/exchange_cost.py`).
+"""The contention of two-core machines, measured with a ResNet-50 step running alongside exchanges
+of the model's 102 MB, with MPICH and one core per host (`benchmarks/exchange_cost.py`).
 """

@@ -1,19 +1,19 @@
 """`make`: makes a plan for a set of jobs from their profiles.
 
-A plan has to decide which jobs share ranks, i.e. form a group, into how many pieces the step of
-each job is cut, and how the jobs of a group take turns. A simulation, which we call the twin, can
-predict how well such a choice will do. But trying all combinations would take far too long, so we
-decide in two stages:
+A plan has to decide which jobs share ranks (i.e. form a group), into how many pieces each job's
+step is cut, and how the jobs of a group take turns. A simulation that we call the twin can predict
+how well any such choice will do, but trying all combinations would take far too long. So we decide
+in two stages:
 
-1. The module `groups` chooses the groups. It compares them by a simple formula, the bound of a
-   group's round, which ignores pieces, turns and contention. This is fast enough for 1,000 jobs.
-2. For each group, the module `rates` chooses pieces and turns with the help of the twin.
+1. `groups` chooses the groups. It compares them by a simple formula, the bound on a group's round,
+   which ignores pieces, turns and contention but is fast enough for 1,000 jobs.
+2. For each group, `rates` chooses pieces and turns with the help of the twin.
 
-The second stage may show that the first was too optimistic. If a job of the group would starve, we
-take the slowest job out of the group and plan the others again (`_planned`), rather than search for
-another grouping. If sharing gains too little, all jobs that are left in the group are taken out.
+The second stage may find that the first was too optimistic. If a job would starve, we take the
+slowest job out of the group and plan the rest again (`_planned`), instead of searching for another
+grouping. If sharing gains too little, we break up whatever is left of the group.
 
-A job that was taken out runs alone, and the plan gives the reason.
+A job that was taken out runs alone, and the plan says why.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jaxcross.plan.twin import VOTE_S, Prediction, predict
 from jaxcross.step import Profile
 
 ROUNDS = 8
-"""Number of steps that the slowest job makes in the prediction whose numbers a plan shows."""
+"""Number of steps that the slowest job makes in the prediction behind a plan's numbers."""
 _WORTH = 1.05  # jobs don't share ranks if they'd gain less, since the twin's error is as large
 
 
@@ -52,32 +52,32 @@ def make(
 ) -> Plan:
     """Plans which jobs share ranks, how their steps are cut, and which shares they get.
 
-    No job starves: sharing ranks makes each job slower, but it keeps at least the fraction `floor`
-    of the speed that it would have alone. The result depends only on the arguments. This function
-    needs no ranks and no device, and doesn't communicate.
+    No job starves: sharing ranks slows jobs down, but each of them keeps at least the fraction
+    `floor` of the speed it would have alone. The result depends only on the arguments. This
+    function needs neither ranks nor a device, and doesn't communicate.
 
-    Grouping takes well below a second for 1,000 jobs. After that, each distinct group (i.e. one
-    with other profiles than the groups before) takes some tenths of a second to choose pieces and
-    shares. For 1,000 jobs of 8 kinds that's 3 s in total, and for 1,000 jobs that are all
-    different, 80 s.
+    Grouping takes well under a second for 1,000 jobs. On top of that, it takes a few tenths of a
+    second to choose pieces and shares for each distinct group, i.e. for each new combination of
+    profiles. That's 3 s in total for 1,000 jobs of 8 kinds, and 80 s for 1,000 jobs that are all
+    different.
 
-    If the step lengths within a group differ a lot, planning takes longer: tens of seconds if a
-    step of one job takes 1.5 ms and that of another one 0.6 s.
+    Planning takes longer if step lengths vary a lot within a group: tens of seconds if a step takes
+    1.5 ms for one job and 0.6 s for another.
 
     Args:
         profiles: How long each job's step takes alone. Several profiles with the same name belong
-            to the same job, and must be of different cuts. If a job only has a profile of the whole
-            step, we estimate how long its pieces would take.
+            to the same job, and must be of different cuts. If all we have is a profile of a job's
+            whole step, we estimate how long its pieces would take.
         memory: Device memory of a rank, in bytes or as `"80GB"`; no limit if None.
         most: Largest number of jobs per group.
-        steps: Number of steps that each job has to make. If None, we assume that all jobs would
-            take the same time if each ran alone.
+        steps: Number of steps that each job has to make. By default, we assume that all jobs would
+            take equally long alone.
         contention: How much computation and exchange slow each other down. Pass a
-            `MachineContention` to look it up at the link rates that the profiles name, or a
-            `Contention` to use one value for any rate. If None, we assume that they don't slow each
-            other down, and the plan says so.
-        floor: Lowest acceptable speed of each job, relative to its speed alone. If None, this is 1
-            / k in a group of k jobs.
+            `MachineContention` to look it up at the link rates named by the profiles, or a
+            `Contention` to use the same value for any rate. If None, we assume that they don't slow
+            each other down, and the plan says so.
+        floor: Lowest acceptable speed of each job, relative to its speed alone. Defaults to 1 / k
+            in a group of k jobs.
         vote_s: Seconds that a vote takes.
 
     Returns:
@@ -159,13 +159,13 @@ def predict_group(
     contention: Contention | MachineContention | None = None,
     vote_s: float = VOTE_S,
 ) -> Prediction:
-    """Predicts a run of a planned group. All jobs end at about the same time in it.
+    """Predicts a run of a planned group, in which all jobs end at about the same time.
 
     Args:
         planned: A group of a plan.
         profiles: The profiles that the plan was made from.
-        contention: The contention with which the plan was made.
-        vote_s: The seconds per vote with which the plan was made.
+        contention: The contention that the plan was made with.
+        vote_s: The seconds per vote that the plan was made with.
 
     Raises:
         ValueError: A job has no profile with the planned number of pieces or ranks, or the step
@@ -196,7 +196,7 @@ def _steps_of(jobs: Sequence[PlannedJob]) -> list[int]:
     """Returns how many steps each job makes in the prediction of its group.
 
     Raises:
-        ValueError: The prediction would have so many steps that it would take minutes.
+        ValueError: The prediction would take minutes, because it has too many steps.
     """
     longest = max(jobs, key=lambda job: job.step_s)
     shortest = min(jobs, key=lambda job: job.step_s)
@@ -218,8 +218,8 @@ def _loads(jobs: Mapping[str, Cuts], steps: Mapping[str, float] | None) -> list[
     loads = []
     for name, cuts in jobs.items():
         whole = cuts[min(cuts)]
-        # We choose the groups before we know how steps will be cut, so use the coarsest cut that
-        # was measured, which is usually the whole step.
+        # Groups are chosen before we know how steps will be cut, so use the coarsest cut that was
+        # measured, which is usually the whole step.
         alone_s = whole.compute_s + whole.exchange_s + whole.host_s
         if not alone_s > 0:
             raise ValueError(f"a step of `{name}` takes no time: a plan needs what it costs")
@@ -229,9 +229,9 @@ def _loads(jobs: Mapping[str, Cuts], steps: Mapping[str, float] | None) -> list[
                 compute_s=whole.compute_s,
                 exchange_s=whole.exchange_s,
                 ranks=whole.ranks,
-                # A job's weight is how many of its steps there are in a round. If the user doesn't
-                # say how many steps each job makes, we assume that all jobs would take equally long
-                # alone. A job with short steps then makes correspondingly more of them.
+                # A job's weight is the number of its steps in a round. Unless the user specifies
+                # how many steps each job makes, we assume that all jobs would take equally long
+                # alone, which means that jobs with short steps make correspondingly more of them.
                 steps=1 / alone_s if steps is None else steps[name],
                 memory=whole.memory or JobMemory(),
             )
@@ -249,18 +249,18 @@ def _planned(
 ) -> list[PlannedGroup]:
     """Plans one group. Jobs that would starve, or that gain too little, run alone.
 
-    We first plan all jobs of the group together. If any of them would be slower than the floor,
-    i.e. the lowest acceptable speed, we take the slowest job out of the group and plan the
-    remaining ones again, and so on.
+    We start by planning all jobs of the group together. If any of them would be slower than the
+    floor (the lowest acceptable speed), we take out the slowest job and plan the rest again, and so
+    on.
     """
     apart: list[tuple[str, str]] = []
     left = dict(jobs)
     found: list[PlannedGroup] = []
     while left:
         there = _there(contention, [cuts[min(cuts)] for cuts in left.values()])
-        # The jobs of a sweep all cost the same, so many groups are identical except for the names
-        # of their jobs. We decide only once how to run such groups, and reuse the decision: 1,000
-        # jobs of 8 kinds then take 3 s, whereas 1,000 jobs that are all different take 80 s.
+        # The jobs of a sweep all cost the same, so many groups are identical apart from the names
+        # of their jobs. Decide how to run such groups only once: that way, 1,000 jobs of 8 kinds
+        # take 3 s, as opposed to 80 s for 1,000 jobs that are all different.
         key = (there, *map(_without_name, left.values()))
         if key not in known:
             chosen = choose_rates(
@@ -273,10 +273,9 @@ def _planned(
             made = None if chosen.refusal else _group_of(left, chosen, there, vote_s, "")
             known[key] = chosen, made
         rates, like = known[key]
-        # There are four cases. If the jobs are refused, we take out the slowest one and continue
-        # the loop with the others. If they'd gain too little together, all of them run alone. If
-        # only one job is left after others were taken out, it runs alone, too. Otherwise, they
-        # share ranks.
+        # There are four cases. If the jobs are refused, take out the slowest and try again with the
+        # rest. If they'd gain too little together, all of them run alone. If the others were taken
+        # out and only one job is left, it runs alone as well. Otherwise, they share ranks.
         slowest = _first_to_go(list(left), rates)
         others = " and ".join(f"`{name}`" for name in left if name != slowest)
         if len(left) > 1 and rates.refusal:
@@ -299,7 +298,7 @@ def _planned(
         elif len(left) == 1 and apart:  # all others were taken out, so this job has no partner left
             apart += [(name, apart[-1][1]) for name in left]
             left = {}
-        # The result may have been computed for an identical group, so put in the names of this one.
+        # The result may have been computed for an identical group, so fill in the right names.
         elif like is not None:
             jobs_here = tuple(
                 replace(job, name=name) for job, name in zip(like.jobs, left, strict=True)
@@ -317,10 +316,9 @@ def _planned(
 def _first_to_go(names: Sequence[str], rates: Rates) -> str:
     """Returns the job to take out of a group whose jobs can't run together.
 
-    Usually that's the job with the lowest predicted speed. But some groups are refused before any
-    speeds are predicted, because their step lengths differ too much or because the jobs don't fit
-    into the memory. In that case we take out the job whose step length differs most from that of
-    the others.
+    That's usually the job with the lowest predicted speed. But some groups are refused before we
+    predict any speeds, because their step lengths differ too much or the jobs don't fit into
+    memory. In that case, it's the job whose step length is furthest from the others'.
     """
     middle = math.fsum(map(math.log, rates.alone_s)) / len(names)
     order = rates.speeds or [-abs(math.log(own) - middle) for own in rates.alone_s]
@@ -328,9 +326,9 @@ def _first_to_go(names: Sequence[str], rates: Rates) -> str:
 
 
 def _without_name(cuts: Cuts) -> tuple[Any, ...]:
-    """Returns everything in a job's profiles that a plan depends on. The name is left out.
+    """Returns everything in a job's profiles that a plan depends on, without the name.
 
-    Estimated cuts are left out as well, because they follow from the profile of the whole step.
+    Estimated cuts are left out as well, since they follow from the profile of the whole step.
     """
     profiles = [cuts[1]] if tuple(cuts) == PIECES else cuts.values()
     return tuple((p.ranks, p.graph, p.seconds, p.host_s, p.memory) for p in profiles)
@@ -381,8 +379,8 @@ def _there(
 ) -> Contention | None:
     """Returns the contention at the mean of the link rates that the profiles name.
 
-    Returns None if no profile names a rate. A `Contention` doesn't depend on the rate and is
-    returned as it is.
+    Returns None if no profile names a rate. A `Contention` applies to any rate, so it's returned as
+    is.
     """
     if not isinstance(contention, MachineContention):
         return contention

@@ -35,15 +35,15 @@ class PlannedJob:
 
     Attributes:
         name: Name of the job.
-        pieces: Number of pieces into which its step is cut, to be passed as `cut=` to `crossover`.
+        pieces: Number of pieces into which its step is cut, to be passed to `crossover` as `cut=`.
             1 means that the step isn't cut.
-        share: The job's share under the `Weighted` policy; 1 if the group takes turns round-robin.
-        alone_s: Seconds per step if the job runs alone, with the cut that is fastest alone.
+        share: The job's share under the `Weighted` policy; 1 if the group runs round-robin.
+        alone_s: Seconds per step when the job runs alone, with the cut that's fastest alone.
         step_s: Predicted seconds per step in its group.
         compute_s: Seconds of device time per step, measured alone.
         exchange_s: Seconds of link time per step, measured alone.
-        estimated: Whether the times of the pieces are estimates, because there was no profile of
-            this cut, but only one of the whole step.
+        estimated: Whether the times of the pieces are estimates, because there was only a profile
+            of the whole step, not of this cut.
 
     Raises:
         ValueError: The name is empty, too long or not printable, or a number is out of range.
@@ -89,7 +89,7 @@ class PlannedGroup:
         bound_s: Lower bound of that round, as in a report.
         lost_s: The predicted difference between period and bound, by cause, as in a report.
         memory_bytes: Device memory that a rank needs; None if a job's profile doesn't say.
-        why: If the group is a single job, one sentence about why it runs alone. May be empty.
+        why: If the group is a single job, a sentence about why it runs alone. May be empty.
 
     Raises:
         ValueError: There are no jobs or ranks, or a number is out of range.
@@ -136,7 +136,7 @@ class PlannedGroup:
     def progress(self) -> float:
         """The sum of the jobs' speeds, each relative to the job's speed alone.
 
-        If it's 1, sharing ranks gains nothing over running one job after the other.
+        At 1, sharing ranks gains nothing over running the jobs one after the other.
         """
         return math.fsum(job.speed for job in self.jobs)
 
@@ -173,7 +173,7 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks of all groups together."""
+        """The total number of ranks of all groups."""
         return sum(group.ranks for group in self.groups)
 
     @property
@@ -246,12 +246,12 @@ class Plan:
 def _table(plan: Plan) -> Group:
     """Returns a title, a table, and remarks about the numbers.
 
-    The table has one row per job. Facts about the whole group, such as its memory, are only shown
-    in the row of the group's first job.
+    The table has one row per job. Facts about the whole group, such as its memory, only appear in
+    the row of the group's first job.
 
-    If the table is too wide for the terminal, it's split into several tables. Each of them repeats
-    the first columns of the whole table, so these must be the ones that identify a row: group and
-    job.
+    If the table is too wide for the terminal, it's split into several tables, each of which repeats
+    the first columns of the whole table. That's why the columns that identify a row (group and job)
+    come first.
     """
     table = Table()
     table.add_column("group")

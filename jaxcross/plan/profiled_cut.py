@@ -1,4 +1,4 @@
-"""`cut`: chooses from a step's profiles how to cut the step if it runs alone."""
+"""`cut`: picks the best cut for a step that runs alone, based on its profiles."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Profiles = Profile | Sequence[Profile]
 def cut(profiles: Profiles) -> ProfiledCut:
     """Returns the cut with which a step that runs alone is predicted to be fastest.
 
-    The prediction is computed from the profiles, so no step is run for it. The result depends only
-    on the arguments, and this function doesn't communicate.
+    The prediction is computed from the profiles, without running any steps. The result depends only
+    on the arguments, and there's no communication.
 
-    We can't check here whether the profiles are of the step that you're going to cut. If they're of
-    a different step or a different number of ranks, `crossover` raises when you call the step.
+    At this point, we can't check whether the profiles belong to the step that you're going to cut.
+    If they're for a different step or number of ranks, `crossover` raises an error when you call
+    the step.
 
     Args:
-        profiles: A `Profile` of the step, or several profiles of it with different cuts. If you
-            only pass the profile of the uncut step, we estimate from it how long the pieces of a
-            cut step would take.
+        profiles: A `Profile` of the step, or several profiles of it with different cuts. Given only
+            the profile of the uncut step, we estimate how long the pieces of a cut step would take.
 
     Raises:
         TypeError: An argument isn't a profile.

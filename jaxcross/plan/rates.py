@@ -1,28 +1,29 @@
 """Decides into how many pieces to cut the jobs of a group, and which shares to give them.
 
-The aim is that all jobs together make as many steps as possible, but that no job starves. That's
-difficult because the exchange lane is shared, and its order is fixed before anyone knows which
-exchange will be ready first: all ranks must run the same exchanges in the same order. If it's a
-job's turn and the job is still computing, the lane waits, even if another job's exchange is ready.
+The goal is for all jobs together to make as many steps as possible, without any of them starving.
+That's hard because they share the exchange lane, whose order is fixed before anyone knows which
+exchange will be ready first, since all ranks must run the same exchanges in the same order. If it's
+a job's turn but the job is still computing, the lane waits, even if another job's exchange is
+ready.
 
 So it's not enough to give every job the same share of the link, i.e. the same number of bytes per
-second. Consider a job that computes for a long time and exchanges little. It would have sent the
-fewest bytes almost always, so it would almost always be its turn, and all other jobs would have to
-wait for its computation.
+second. Consider a job that computes for a long time and exchanges little. It would nearly always
+have sent the fewest bytes, making it nearly always that job's turn, and all other jobs would be
+left waiting for its computation.
 
-Therefore we first choose how fast each job should be, and derive its share from that:
+Instead, we first choose how fast each job should be, and derive its share from that:
 
 1. A linear program (`_Group.targets`) finds the speeds with the most progress at which neither lane
    is overloaded and every job is fast enough.
-2. There are two ways to realise these speeds. Either the jobs get unequal shares of the link
-   (`_Group.weighted`), or they take turns round-robin and their steps are cut into different
-   numbers of pieces (`_Group.by_turns`), since a job gets one turn per piece.
+2. There are two ways to achieve these speeds. Either the jobs get unequal shares of the link
+   (`_Group.weighted`), or they take turns round-robin with their steps cut into different numbers
+   of pieces (`_Group.by_turns`), since a job gets one turn per piece.
 3. The linear program knows nothing about the order of turns, so the actual speeds are lower. The
-   twin, a simulation with the real scheduler, predicts them. If a job turns out to be slower than
-   the floor, the linear program is solved again with a higher demand for this job.
-4. If none of this is good enough, the steps are cut more finely, and we try again. While we search,
-   short simulations are enough. They are much cheaper than long ones but inaccurate, so a long
-   simulation confirms the result.
+   twin, a simulation with the real scheduler, predicts them. If a job ends up slower than the
+   floor, we solve the linear program again with a higher demand for that job.
+4. If none of this is good enough, we cut the steps more finely and try again. Short simulations
+   will do during the search, since they're far cheaper, if inaccurate; a long simulation then
+   confirms the result.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ from jaxcross.plan.twin import VOTE_S, check_vote_s, step_rates
 from jaxcross.step import Profile
 
 PIECES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
-"""The numbers of pieces that we try for a job that only has a profile of its whole step."""
+"""The numbers of pieces that we try for a job with only a profile of its whole step."""
 COARSE = 5
 LONG = 15
-"""How long a simulation is, as the number of steps that a job at the floor makes in it: `COARSE`
-while we search, `LONG` to confirm a result.
+"""How long to simulate, as the number of steps that a job at the floor makes in that time: `COARSE`
+during the search, `LONG` to confirm a result.
 """
 MOST_STEPS = 20_000
-"""Maximum number of steps of all jobs in a confirming simulation. If the step lengths of some jobs
-differ so much that it would need more, we don't let these jobs share ranks.
+"""Maximum number of steps of all jobs in a confirming simulation. If it would take more, because
+some jobs' steps are so much shorter than others', we don't let the jobs share ranks.
 """
 _LOSS = 1.2  # at first, demand this many times the floor, because some speed is lost to turns
 _MARGIN = 1.02  # the same, once the twin has shown how much speed is lost to turns
-_ENOUGH = 0.9  # the search for one cut ends at this share of the linear program's progress
-_GOOD = 0.8  # no finer cut is tried if one reaches this share of the linear program's progress
+_ENOUGH = 0.9  # we end the search for a cut at this share of the linear program's progress
+_GOOD = 0.8  # we stop at a cut that reaches this share of the linear program's progress
 _LAST = 4  # number of near misses that we try to balance before we refuse the jobs
 _AS_FAST = 1.03  # we prefer a coarser cut if it takes at most this many times as long
 _TURNS = 3  # number of attempts to adjust the shares for one cut
@@ -61,14 +62,14 @@ Cuts = Mapping[int, Profile]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """How to run one group of jobs, and how fast they are then.
+    """How to run a group of jobs, and how fast that makes them.
 
     Attributes:
         pieces: Number of pieces of each job's step. 1 means that the step isn't cut.
         policy: `RoundRobin()`, or `Weighted` with a share for each job.
         speeds: The predicted speed of each job, relative to its speed alone; empty if no speeds
             were predicted.
-        alone_s: Seconds per step of each job if it runs alone, with the cut that is fastest alone.
+        alone_s: Seconds per step of each job when it runs alone, with the cut that's fastest alone.
         floor: The lowest acceptable speed of a job.
         refusal: Why the jobs shouldn't run together; empty if they can.
     """
@@ -92,7 +93,7 @@ class Rates:
 
 
 def cuts_of(profile: Profile) -> Cuts:
-    """Returns a job's profile. If its step has a single exchange, adds estimates for finer cuts."""
+    """Returns a job's profile, plus estimates for finer cuts if its step has a single exchange."""
     exchanges = len(profile.graph.collectives)
     if exchanges == 1:
         return {n: profile.cut_evenly(n) for n in PIECES}
@@ -109,18 +110,18 @@ def choose_rates(
 ) -> Rates:
     """Chooses pieces and shares such that no job is slower than the floor.
 
-    A cut says into how many pieces each job's step is divided. We try coarse cuts (few pieces)
-    first, because they send fewer messages. If all jobs reach the floor with a cut, a longer
-    simulation confirms this. Then we try only one finer cut, or none if the jobs' total progress is
-    already good.
+    A cut says into how many pieces each job's step is divided. We start with coarse cuts (few
+    pieces), since they send fewer messages. Once all jobs reach the floor with some cut and a
+    longer simulation has confirmed it, we only try a single finer cut, or none at all if the jobs'
+    total progress is already good.
 
     The result depends only on the arguments.
 
     Args:
         jobs: The profiles of each job, with one or several cuts. Names must differ.
         contention: How much the lanes slow each other down. If None, they don't.
-        floor: Lowest acceptable speed of a job, relative to its speed alone. If None, this is 1 / k
-            for k jobs.
+        floor: Lowest acceptable speed of a job, relative to its speed alone. Defaults to 1 / k for
+            k jobs.
         memory: Device memory of a rank, in bytes or as `"80GB"`; no limit if None.
         vote_s: Seconds that a vote takes.
 
@@ -147,18 +148,17 @@ def choose_rates(
     unlike = group.unlike()
     if unlike:
         return group.not_tried(unlike)
-    # The linear program ignores that jobs have to wait for their turn, so its progress is an upper
-    # limit for any real schedule. If a schedule gets close to this limit, a finer cut can't gain
-    # much more.
+    # The linear program ignores that jobs have to wait their turn, so its progress is an upper
+    # limit for any real schedule. If a schedule gets close to that limit, there isn't much to gain
+    # from a finer cut.
     good = _GOOD * sum(group.targets([group.floor] * len(jobs)))
     fair: list[Rates] = []
     unfair: list[Rates] = []
     for pieces in filter(group.fits, _cuts(jobs, group.alone_s)):
         was_fair = bool(fair)
-        # The options that `search` returns come from short simulations, which are cheap but
-        # inaccurate. So we confirm them by long simulations, beginning with the option that makes
-        # the most progress, until one of them turns out to be fair, i.e. no job is slower than the
-        # floor.
+        # The options from `search` are based on short simulations, which are cheap but inaccurate.
+        # Confirm them with long simulations, starting with the option that makes the most progress,
+        # until one turns out to be fair (i.e. no job is slower than the floor).
         options = sorted(group.search(pieces), key=lambda option: -option.progress)
         unfair += [option for option in options if not option.is_fair]
         for option in options:
@@ -167,12 +167,12 @@ def choose_rates(
                 (fair if confirmed.is_fair else unfair).append(confirmed)
                 if confirmed.is_fair:
                     break
-        # After the first cut that is fair to all jobs, try a single finer one, because it may make
-        # more progress. If the progress is already good, don't even try that one: a finer cut sends
-        # more messages, and takes longer to simulate.
+        # After the first cut that's fair to all jobs, try a single finer cut, in case it makes more
+        # progress. If progress is already good, don't bother: a finer cut sends more messages, and
+        # takes longer to simulate.
         if was_fair or any(option.progress >= good for option in fair):
             break
-    # No cut was fair. The options that came closest may only need their shares shifted a little.
+    # No cut was fair, but the options that came closest may only need a slight shift of shares.
     for option in [] if fair else sorted(unfair, key=lambda option: -min(option.speeds))[:_LAST]:
         balanced = group.balanced(option)
         if balanced.is_fair:
@@ -183,11 +183,11 @@ def choose_rates(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """The jobs to run together, and what doesn't depend on the cut.
+    """The jobs to run together, and everything that doesn't depend on the cut.
 
-    The attribute `uses` has a row for the device and a row for the link. Each row has one number
-    per job: the fraction of time for which the job would keep the device (or the link) busy if it
-    ran as fast as it does alone.
+    `uses` has a row for the device and a row for the link. Each row contains a number for every
+    job: the fraction of time for which it would keep the device (or the link) busy if it ran as
+    fast as it does alone.
     """
 
     jobs: tuple[Cuts, ...]
@@ -229,12 +229,12 @@ class _Group:
         )
 
     def fits(self, pieces: Sequence[int]) -> bool:
-        """Whether the jobs with these cuts fit into the memory. Unknown sizes count as nothing."""
+        """Whether the jobs fit into memory with these cuts. Unknown sizes count as nothing."""
         memory = [cuts[n].memory or JobMemory() for cuts, n in zip(self.jobs, pieces, strict=True)]
         return self.memory_bytes is None or needed_bytes(memory) <= self.memory_bytes
 
     def unlike(self) -> str:
-        """Returns why a simulation of these jobs would take too long; empty if it wouldn't."""
+        """Returns why simulating these jobs would take too long; empty if it wouldn't."""
         long_s = max(self.alone_s)
         short_s = min(self.alone_s)
         until_s = LONG * long_s / self.floor
@@ -263,7 +263,7 @@ class _Group:
         """Yields ways to run the jobs with these cuts, until one of them makes enough progress."""
         enough = _ENOUGH * sum(self.targets([self.floor] * len(pieces)))
         wanted = [self.floor * _LOSS] * len(pieces)
-        # If no step is cut, first try plain round-robin, because it's the simplest policy.
+        # If no step is cut, start with plain round-robin, the simplest policy.
         if max(pieces) == 1:
             found = self.tried(pieces, RoundRobin(), COARSE)
             yield found
@@ -275,18 +275,18 @@ class _Group:
             yield found
             if found.is_fair and found.progress >= enough:
                 return
-            # A job only reaches the fraction `kept` of its target speed, because it loses time
-            # while other jobs have their turn. So ask the linear program for correspondingly more
-            # speed for this job. The 0.1 keeps the demand finite if a job made almost no progress.
+            # Jobs lose time while other jobs have their turn, so they only reach the fraction
+            # `kept` of their target speed. Ask the linear program for correspondingly more speed.
+            # The 0.1 keeps the demand finite if a job made almost no progress.
             kept = [speed / target for speed, target in zip(found.speeds, targets, strict=True)]
             wanted = [self.floor * _MARGIN / max(part, 0.1) for part in kept]
         if max(pieces) > 1:
             yield self.tried(self.by_turns(pieces, self.targets(wanted)), RoundRobin(), COARSE)
 
     def balanced(self, option: Rates) -> Rates:
-        """Shifts shares from the jobs that are faster than average to the slower ones.
+        """Shifts shares from faster-than-average jobs to slower-than-average jobs.
 
-        This is the last attempt before we refuse to run the jobs together.
+        This is the last resort before we refuse to run the jobs together.
         """
         found = option
         if not all(self.nbytes) or min(option.speeds) <= 0:
@@ -303,12 +303,12 @@ class _Group:
         return found
 
     def targets(self, wanted: Sequence[float]) -> list[float]:
-        """Returns the speeds that add up to the most, where each job is at least as fast as wanted.
+        """Returns the speeds that add up to the most, with each job at least as fast as wanted.
 
         Neither the device nor the link can be busy for more than 100% of the time. How long a job
-        keeps them busy is proportional to its speed, so this is a linear constraint on the speeds,
-        and finding the best speeds is a linear program. If even the wanted speeds would need more
-        than 100%, we scale all of them down by the same factor.
+        keeps them busy is proportional to its speed, which makes this a linear constraint on the
+        speeds, and finding the best speeds a linear program. If even the wanted speeds would take
+        more than 100%, we scale all of them down by the same factor.
         """
         from scipy.optimize import linprog
 
@@ -316,7 +316,7 @@ class _Group:
             math.fsum(use * low for use, low in zip(lane, wanted, strict=True))
             for lane in self.uses
         ]
-        # Use slightly less than 100% of a lane, so that rounding can't make the problem infeasible.
+        # Stay slightly below 100% of a lane, so that rounding can't make the problem infeasible.
         part = min(1.0, 0.999 / max(loads), 1 / max(wanted))
         bounds = [(low * part, 1.0) for low in wanted]
         found = linprog([-1.0] * len(wanted), A_ub=self.uses, b_ub=[1.0, 1.0], bounds=bounds)
@@ -326,23 +326,22 @@ class _Group:
         """Returns the policy under which the jobs run at these speeds.
 
         The policy divides the link's bytes among the jobs in proportion to their shares. So the
-        right share of a job is the number of bytes per second that it sends when it runs at its
-        target speed.
+        right share for a job is the number of bytes per second that it sends at its target speed.
         """
         rows = zip(self.nbytes, targets, self.alone_s, strict=True)
         shares = [nbytes * target / own for nbytes, target, own in rows]
         return Weighted(tuple(float(f"{share / min(shares):.4g}") for share in shares))
 
     def by_turns(self, pieces: Sequence[int], targets: Sequence[float]) -> tuple[int, ...]:
-        """Returns numbers of pieces with which the jobs run at these speeds under round-robin.
+        """Returns the numbers of pieces that make the jobs run at these speeds under round-robin.
 
-        Under round-robin, all jobs have the same number of turns, and in each turn a job runs one
-        piece of its step. So if a job's step is cut into twice as many pieces, the job makes half
-        as many steps.
+        Under round-robin, all jobs get the same number of turns, and each turn runs one piece of a
+        job's step. So cutting a job's step into twice as many pieces halves the number of steps it
+        makes.
         """
         # At a job's target speed, its step takes `turns` seconds. All jobs get equally many turns
-        # per second, so a step that takes twice as long gets twice as many turns. It should have
-        # exactly as many pieces as it gets turns, so the number of pieces must be proportional to
+        # per second, so a step that takes twice as long gets twice as many turns, and should be cut
+        # into twice as many pieces. In other words, the number of pieces must be proportional to
         # the seconds.
         turns = [own / target for own, target in zip(self.alone_s, targets, strict=True)]
         wanted = [max(pieces) * each / max(turns) for each in turns]
@@ -365,7 +364,7 @@ class _Group:
         return replace(nearest, refusal=reason)
 
     def not_tried(self, refusal: str) -> Rates:
-        """Returns a refusal that doesn't come from a prediction."""
+        """Returns a refusal that isn't based on a prediction."""
         return Rates(
             pieces=tuple(map(min, self.jobs)),
             policy=RoundRobin(),
@@ -387,9 +386,9 @@ def _fitting(cuts: Cuts, memory_bytes: int) -> Cuts:
 def fastest_alone(cuts: Cuts, contention: Contention | None, vote_s: float) -> tuple[float, int]:
     """Returns the seconds per step of a job that runs alone, and the number of pieces to use.
 
-    To save time, we only simulate a few cuts, from coarse to fine. We return the seconds of the
-    fastest one. But if a cut with fewer pieces is nearly as fast, we return its number of pieces,
-    because it sends fewer messages and needs less memory.
+    To save time, we only simulate a few cuts, from coarse to fine. The seconds are those of the
+    fastest cut. If a cut with fewer pieces is nearly as fast, though, we return its number of
+    pieces, since it sends fewer messages and needs less memory.
     """
     order = sorted(cuts)
     found = []
@@ -407,7 +406,7 @@ def fastest_alone(cuts: Cuts, contention: Contention | None, vote_s: float) -> t
             [profile], policy=RoundRobin(), until_s=until_s, contention=contention, vote_s=vote_s
         )
         found.append((1 / rate, pieces))
-    # Prefer a coarser cut, because it sends fewer messages and needs less memory.
+    # Prefer a coarser cut, since it sends fewer messages and needs less memory.
     fastest_s = min(found)[0]
     return fastest_s, next(pieces for seconds, pieces in found if seconds <= _AS_FAST * fastest_s)
 
@@ -415,10 +414,10 @@ def fastest_alone(cuts: Cuts, contention: Contention | None, vote_s: float) -> t
 def _cuts(jobs: Sequence[Cuts], alone_s: Sequence[float]) -> Iterator[tuple[int, ...]]:
     """Yields the cuts to try, from coarse to fine.
 
-    At first, no step is cut. Then steps are cut such that no piece takes longer than the shortest
-    job's step, and then such that no piece takes longer than 1/2, 1/4 and 1/8 of it. A long piece
-    delays all other jobs, so a short job can only be fast if the pieces of the long jobs are short
-    as well.
+    We start out without cutting any steps. Next, we cut them such that no piece takes longer than
+    the shortest job's step, and after that, no longer than 1/2, 1/4 and 1/8 of it. Long pieces hold
+    up all other jobs, so a short job can only be fast if the pieces of the long jobs are short as
+    well.
     """
     found = [tuple(min(cuts) for cuts in jobs)]
     for parts in (1, 2, 4, 8):

@@ -1,11 +1,11 @@
 """Predicts how much faster equal jobs run alongside each other, given the cost of their step.
 
-Suppose that a step computes for c seconds and exchanges for m seconds. If the jobs run one after
-the other, each job-step takes c + m. If two or more equal jobs run alongside each other, one can
-compute while another exchanges, so at best each job-step takes max(c, m).
+Say a step computes for c seconds and exchanges for m seconds. When jobs run one after the other,
+each job-step takes c + m. When two or more equal jobs run alongside each other, one can compute
+while another exchanges, so at best a job-step takes max(c, m).
 
-In practice, a job-step takes longer than that if the same processor computes and drives the
-network, because the two slow each other down. The expected speed-up takes this into account.
+In practice, a job-step takes longer than that if the same processor both computes and drives the
+network, because they slow each other down. The expected speed-up accounts for this.
 """
 
 from __future__ import annotations
@@ -29,25 +29,24 @@ KNOWN_MBPS = (250.0, 2500.0)
 """
 
 TOO_SHORT_S = 0.02
-"""If a step is shorter than this, votes and dispatch take a noticeable part of it."""
+"""Votes and dispatch take up a noticeable part of steps shorter than this."""
 
-_WORTH = 1.1  # recommend no smaller speed-up, since predicted gains are up to a tenth off
+_WORTH = 1.1  # don't recommend anything below, since predicted gains are up to a tenth off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """The cost of one step that runs alone, from which an estimate is made. Identical across ranks.
+    """The cost of a step that runs alone, as a basis for estimates. Identical across ranks.
 
     Attributes:
-        whole: Profile of the uncut step. It has the name of the step and includes its memory.
+        whole: Profile of the uncut step, including the step's name and memory.
         cut: Profile of the step with its exchange cut into several segments; None if the step
             wasn't or can't be cut.
         where: Name of the job whose step this is, for display; empty outside a run.
         steps: Number of steps that were timed; 0 if the profiles were given.
         wire_bytes: Number of bytes that a rank receives per step.
-        narrow_wire_bytes: The same if all values that are sent in 32 or 64 bits were sent in 16
-            bits.
-        link_mbps: Rate of the link that the user asked about, in Mbit/s; None if the exchange times
+        narrow_wire_bytes: The same, if all 32-bit and 64-bit values were sent in 16 bits.
+        link_mbps: Rate of the link that the user asked about, in Mbit/s; None if exchange times
             were measured.
         limit_bytes: Number of bytes that a rank may use; None if unknown.
         shares_processor: Whether the processor that computes also drives the network.
@@ -70,12 +69,12 @@ class StepCost:
 
     @property
     def exchange_s(self) -> float:
-        """Seconds of the step's exchanges, without waiting for other ranks (m)."""
+        """Seconds of the step's exchanges, excluding waits for other ranks (m)."""
         return self.whole.exchange_s
 
     @property
     def narrow_exchange_s(self) -> float:
-        """Seconds of the step's exchanges in 16 bits, if time is proportional to the bytes."""
+        """Seconds of the step's exchanges in 16 bits, if time is proportional to bytes."""
         if not self.wire_bytes:
             return self.exchange_s
         return self.exchange_s * self.narrow_wire_bytes / self.wire_bytes
@@ -86,7 +85,7 @@ class StepCost:
         return 8e-6 * self.wire_bytes / self.exchange_s if self.exchange_s else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all fields as plain data, and in addition c, m and the rate."""
+        """Returns all fields as plain data, along with c, m and the rate."""
         costs = {
             "whole": self.whole.as_data(),
             "cut": None if self.cut is None else self.cut.as_data(),
@@ -97,20 +96,20 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """The gain of running equal jobs alongside each other rather than one after the other.
+    """What equal jobs gain from running alongside each other instead of one after the other.
 
     Attributes:
         jobs: Number of jobs.
-        most: Largest possible speed-up. For two or more jobs it's (c + m) / max(c, m), because no
-            order of the same work is faster.
-        expected: Expected speed-up, which takes into account that the lanes slow each other down.
-            None if we don't know by how much they do.
-        most_narrow, expected_narrow: The same if exchanges are in 16 bits. The baseline is still
-            one job after the other with full exchanges.
-        memory_bytes: Number of bytes of arrays on a rank. It's the sum of the largest peak of one
-            job, the bytes that the other jobs keep between segments, and the temporaries of one
-            exchange. If the jobs will share an array, such as a base model, we count it once per
-            job here, although a run keeps only one copy.
+        most: Largest possible speed-up. With two or more jobs it's (c + m) / max(c, m), because no
+            ordering of the same work is faster.
+        expected: Expected speed-up, accounting for how much the lanes slow each other down. None if
+            we don't know that.
+        most_narrow, expected_narrow: The same, with exchanges in 16 bits. The baseline is still one
+            job after the other with full exchanges.
+        memory_bytes: Number of bytes of arrays on a rank: the largest peak of one job, plus the
+            bytes that the other jobs keep between segments, plus the temporaries of one exchange.
+            Arrays that the jobs will share, such as a base model, are counted once per job here,
+            even though a run only keeps a single copy.
         fits: Whether `memory_bytes` is within the limit; None if no limit is known.
     """
 
@@ -133,8 +132,8 @@ class Estimate:
         cost: Cost of the step alone.
         jobs: Number of jobs that the caller asked about.
         gains: The gains for 1 to 4 jobs and for `jobs`.
-        cut_alone: Largest possible speed-up of a single job if its exchange is cut, relative to the
-            uncut step; None if no cut was measured.
+        cut_alone: Largest possible speed-up of a single job with its exchange cut, compared with
+            the uncut step; None if no cut was measured.
         fitting_jobs: Number of jobs that fit into memory; None if no limit is known.
     """
 
@@ -149,7 +148,7 @@ class Estimate:
         return next(p for p in self.gains if p.jobs == jobs)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all fields as plain data, and in addition the recommendation."""
+        """Returns all fields as plain data, along with the recommendation."""
         return {**asdict(self), "cost": self.cost.as_dict(), "recommendation": self.recommendation}
 
     def __repr__(self) -> str:
@@ -210,9 +209,9 @@ def estimate_of(cost: StepCost, jobs: int = 2) -> Estimate:
         )
     cut_alone = None
     if cost.cut is not None:
-        # A cut step can at best hide all of its exchange behind its computation, or the other way
-        # round. But the cut and the uncut step were timed separately, so noise may suggest that the
-        # cut is faster than that. So we limit the speed-up to what's possible.
+        # At best, a cut step hides all of its exchange behind its computation, or vice versa. But
+        # the cut and the uncut step were timed separately, and noise may make the cut look even
+        # faster than that, so cap the speed-up at what's possible.
         cut_alone = min(_ratio(c + m, _alone_s(cost.cut)), _ratio(c + m, max(c, m)))
     return Estimate(
         cost=cost,
@@ -228,12 +227,12 @@ def period_s(
 ) -> float:
     """Returns the seconds of a round, i.e. one step of each job, in the best order.
 
-    Without contention, i.e. if computation and exchange don't slow each other down, a round takes
+    Without contention (i.e. if computation and exchange don't slow each other down), a round takes
     as long as its bound (`bound_s`).
 
     With contention, we assume that the lane with more work never idles. So whenever the other lane
-    works, the two overlap and slow each other down. This is exact for equal jobs whose steps first
-    compute, then exchange, then update.
+    is working, they overlap and slow each other down. This is exact for equal jobs whose steps
+    first compute, then exchange, then update.
 
     Args:
         compute_s: Seconds that each job's step computes alone (c).
@@ -246,10 +245,9 @@ def period_s(
     longer = contention.exchange
     c = sum(compute_s)
     m = sum(exchange_s)
-    # Suppose that the compute lane has more work. All exchanges then overlap with computation, so
-    # they take m * longer seconds. During this time, the compute lane gets only 1 / slower of its
-    # usual work done. The rest of its work runs at full speed. The second line is the same with the
-    # lanes swapped.
+    # Say the compute lane has more work. All exchanges then overlap with computation, so they take
+    # m * longer seconds, during which the compute lane only gets 1 / slower of its usual work done.
+    # The rest of its work runs at full speed. The second line is the same with the lanes swapped.
     computing = c + m * longer * (1 - 1 / slower)
     exchanging = m + c * slower * (1 - 1 / longer)
     busiest = computing if c * slower >= m * longer else exchanging

@@ -1,26 +1,26 @@
 """The twin of a run: predicts the run by driving the real interleaver with a virtual clock.
 
-How long will a round of several jobs take? A formula such as the bound says what's possible at
-best, but not what actually happens: the order of exchanges is fixed by votes before it's known
-which exchange will be ready first, so a lane may wait although work is ready.
+How long will a round of several jobs take? Formulas such as the bound tell us what's possible at
+best, but not what will actually happen: votes fix the order of exchanges before it's known which
+exchange will be ready first, so a lane may sit idle even though there's work to do.
 
-Instead of modelling this, we run it. The interleaver is a pure state machine without threads and
-clocks, so the twin can use the same class and the same policy as a real run, and makes every
+Instead of modelling this, we run it. The interleaver is a pure state machine without threads or
+clocks, which lets the twin use the same class and the same policy as a real run, and make every
 decision that the real run would make. Only the durations are inputs:
 
-- A simulated job repeats its step over and over. The duration of each segment of the step comes
-  from the job's profile.
-- The class `Simulation` advances a virtual clock from one event to the next.
-- While computation and exchange overlap, contention slows both of them down.
+- A simulated job repeats its step over and over. The duration of each of its segments comes from
+  the job's profile.
+- `Simulation` advances a virtual clock from one event to the next.
+- Contention slows computation and exchange down while they overlap.
 - How long a vote takes is an assumption (`VOTE_S`).
 
-The simulation records the same kind of spans as a real run, i.e. when each segment began and ended,
-and the same code analyses them. So you can compare a prediction with a report number by number. The
-twin needs neither a device nor ranks.
+The simulation records the same kind of spans as a real run (when each segment began and ended), and
+they're analysed by the same code, so you can compare a prediction and a report number by number.
+The twin needs neither a device nor ranks.
 
-We assume that all ranks are equally fast. All of them would then do the same at the same time, so
-it's enough to simulate one rank. The drawback is that the twin can't predict how long ranks wait
-for stragglers.
+We assume that all ranks are equally fast. That means they'd all do the same thing at the same time,
+so simulating a single rank is enough. The drawback is that the twin can't predict how long ranks
+wait for stragglers.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ from jaxcross.report import JobSummary, Report, TimeBreakdown, break_down, plura
 from jaxcross.step import Profile
 
 VOTE_S = 0.0005
-"""Seconds that a vote, by which the ranks agree on what to run next, takes on a local network. A
-vote sends few bytes, so only latency matters. If steps take less than about 20 ms, the cost of
-votes becomes noticeable.
+"""Seconds that a vote (in which the ranks agree on what to run next) takes on a local network. A
+vote sends few bytes, so only latency matters. The cost of votes becomes noticeable when steps take
+less than about 20 ms.
 """
 MAX_STEPS = 100_000
 """Maximum number of steps of all jobs together in a prediction."""
@@ -70,7 +70,7 @@ class Prediction:
         rounds: The breakdown of the run's time, as in a report.
         steps: Number of steps of each job.
         spans: The predicted spans, e.g. to draw a picture.
-        wall_s: Seconds from the start of the run to its end. This includes the beginning, when only
+        wall_s: Seconds from the start of the run to its end, including the beginning, when only
             some of the lanes have work.
         profiles, policy, contention, vote_s: The inputs of the prediction; see `predict`.
     """
@@ -98,8 +98,8 @@ class Prediction:
         """Compares a run with this prediction, like `report.against`.
 
         Raises:
-            ValueError: Jobs, policy or segments differ, or the run or the prediction has no steady
-                state.
+            ValueError: The jobs, the policy or the segments differ, or either the run or the
+                prediction has no steady state.
         """
         return difference(self, run)
 
@@ -143,17 +143,16 @@ def predict(
     steps: int | Sequence[int] = 20,
     vote_s: float = VOTE_S,
 ) -> Prediction:
-    """Predicts a run in which these jobs run together. Needs no device and no ranks.
+    """Predicts a run in which these jobs run together. Needs neither a device nor ranks.
 
     Assumes that all ranks are equally fast.
 
     Args:
         profiles: The jobs, in the order in which a runner would add them. Names must differ.
-        policy: The policy, as for a `Runner`. If None, this is `RoundRobin()`.
+        policy: The policy, as for a `Runner`. Defaults to `RoundRobin()`.
         contention: How much the lanes slow each other down. If None, they don't.
-        steps: Number of steps of each job. If you pass a single number, it applies to the job with
-            the longest step, and each other job makes as many steps as it could make alone in the
-            same time.
+        steps: Number of steps of each job. A single number applies to the job with the longest
+            step; all other jobs make as many steps as they could make alone in the same time.
         vote_s: Seconds that a vote takes.
 
     Raises:
@@ -167,8 +166,8 @@ def predict(
     contention = contention if contention is not None else Contention()
     scripts = [_script(profile, count) for profile, count in zip(profiles, made, strict=True)]
     simulation = _simulation(profiles, scripts, policy, contention, vote_s)
-    # We simulate a single rank, so there's only one result. The simulation identifies jobs by
-    # numbers, but the spans of a real run have the jobs' names, so put these in.
+    # There's only one result, since we simulate a single rank. The simulation identifies jobs by
+    # number, whereas the spans of a real run have the jobs' names, so fill those in.
     result = simulation.run(events=1_000 * MAX_STEPS)[0]
     spans = tuple(replace(span, job=profiles[int(span.job)].name) for span in result.spans)
     summaries = [
@@ -199,8 +198,8 @@ def step_rates(
 ) -> tuple[float, ...]:
     """Predicts each job's steps per second while all jobs are running.
 
-    This is cheaper than `predict`. It's also better suited to jobs whose step lengths differ a lot:
-    here all jobs run until the end, whereas in `predict` a job may finish early, after which the
+    This is cheaper than `predict`, and better suited to jobs whose step lengths differ a lot: here
+    all jobs keep running until the end, whereas in `predict` a job may finish early, letting the
     others run faster than they would alongside it.
 
     If a job doesn't complete a step within `until_s` seconds, all rates are 0.
@@ -221,8 +220,8 @@ def step_rates(
     scripts = [_script(profile, None) for profile in profiles]
     simulation = _simulation(profiles, scripts, policy, contention, vote_s)
     spans = simulation.run(events=1_000 * MAX_STEPS, until_s=until_s)[0].spans
-    # The simulation stops after `until_s` seconds, when some jobs are in the middle of a step. So
-    # we only count the steps whose segments have all ended.
+    # The simulation stops after `until_s` seconds, which may be in the middle of some steps. Only
+    # count the steps whose segments have all ended.
     ends: list[dict[int, list[float]]] = [{} for _ in profiles]
     for span in spans:
         ends[int(span.job)].setdefault(span.step, []).append(span.end_ns / 1e9)
@@ -232,14 +231,14 @@ def step_rates(
     ]
     if not all(whole):
         return tuple(0.0 for _ in profiles)
-    # We measure within a window that begins once every job has completed its first step, and ends
-    # before any job completes its last one. In it, we start and stop at step ends of the slowest
-    # job. Its steps are the longest, so counting a fraction of one would distort its rate most.
+    # Measure within a window that begins once every job has completed its first step, and ends
+    # before any job completes its last. Start and stop at step ends of the slowest job: its steps
+    # are the longest, so counting a fraction of a step would distort its rate the most.
     low = max(found[0] for found in whole)
     high = min(found[-1] for found in whole)
     slowest = [end for end in min(whole, key=len) if low <= end <= high]
-    # The slowest job has made so few steps that there's no whole one in the window. The best we can
-    # do is to count all steps of the simulation and divide by its length.
+    # The slowest job didn't make a single whole step in the window. The best we can do is count all
+    # steps of the simulation and divide by its length.
     if len(slowest) < 2:
         return tuple((len(found) - 1) / until_s for found in whole)
     low = slowest[0]
@@ -248,7 +247,7 @@ def step_rates(
 
 
 def _progress(ends: Sequence[float], at_s: float) -> float:
-    """Returns how many steps were made since the end of the first one, including a fraction."""
+    """Returns how many steps were made since the end of the first, including a fraction."""
     index = min(bisect_right(ends, at_s), len(ends) - 1) - 1
     begin = ends[index]
     end = ends[index + 1]
@@ -263,8 +262,8 @@ def _simulation(
     vote_s: float,
 ) -> Simulation:
     depth = checked_depth(getattr(policy, "depth", None))
-    # Since we assume that all ranks are equally fast, all of them do the same at the same time, so
-    # it's enough to simulate one of them.
+    # Since all ranks are assumed to be equally fast, they all do the same thing at the same time,
+    # and simulating one of them is enough.
     return Simulation(
         [scripts],
         policy=policy,

@@ -12,8 +12,8 @@ gantt            the lanes as a picture
 chrome           the run as a trace for Perfetto
 sweep_result     `SweepResult`: the trials of a sweep, as a table and a picture
 metric_files     what jobs log, as JSONL and CSV; `tensorboard` as TensorBoard's event files
-progress         how far a run's jobs are, as plain data and a file; `progress_text` renders it as
-                 lines and as a table
+progress         how far along a run's jobs are, as plain data and a file; `progress_text` renders
+                 it as lines and as a table
 run_state        whether a run is in progress and how it ended, from its event folder
 event_files      reads the ranks' event files after the end; `post_mortem` finds the rank that ended
                  first

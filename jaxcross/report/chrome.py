@@ -1,9 +1,9 @@
-"""A run as Chrome trace events, in the JSON Object Format. Perfetto can read these, too.
+"""Exports a run as Chrome trace events (JSON Object Format), which Perfetto reads as well.
 
-In the trace viewer, each rank appears as a process with several tracks. Each job has a track with
-its steps and, within each step, its waits and segments (the pieces into which a step is cut).
-Further tracks show what the compute lanes and the exchange lanes did. For each exchange, an arrow
-leads from the compute segment that produced the exchange's operands to the exchange itself.
+In the trace viewer, each rank shows up as a process with several tracks. There's a track for each
+job, showing its steps and whatever doesn't run on a lane, such as waiting for a batch. The segments
+(the pieces into which a step is cut) are on separate tracks, one for each compute lane and each
+exchange lane. An arrow leads to each exchange from the compute segment that produced its operands.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class _Slice(NamedTuple):
 
 LANE_TRACK = 1000
 """Job tracks are numbered from 1, compute lanes from 1000 and exchange lanes from 2000. Viewers
-sort tracks by number, so a rank's jobs come first.
+sort tracks by number, which puts a rank's jobs at the top.
 """
 
 
 def trace_events(report: Report) -> dict[str, Any]:
-    """Returns the whole file as plain data. Times are in microseconds since the first span."""
+    """Returns the whole trace file as plain data. Times are microseconds since the first span."""
     spans = in_lane_order(report.spans)
     origin = min((span.start_ns for span in spans), default=0)
     tracks = {job.name: i for i, job in enumerate(report.jobs, start=1)}
@@ -132,14 +132,14 @@ def _slice_of(span: Span, tracks: dict[str, int], origin: int) -> _Slice:
 
 
 def _steps(spans: tuple[Span, ...], tracks: dict[str, int], last: dict[str, int]) -> list[_Slice]:
-    """Returns a job's steps on its own track, each from its first segment to its last one.
+    """Returns the steps on the jobs' tracks, each from its first segment to its last.
 
-    The first compute segment of a step doesn't communicate, so it may start before the previous
-    step has ended. To keep steps from overlapping on the track, we then let the step begin where
-    the previous one ends.
+    A step's first compute segment doesn't communicate, so it can start before the previous step has
+    finished. When it does, we start the step where the previous one ended, to keep steps from
+    overlapping on the track.
 
-    If a job failed in the middle of a step, that incomplete step is shown after the job's last
-    complete step, and its label says that it doesn't count.
+    A step that was cut short by a failure is still shown after the job's last complete step, with a
+    label saying that it doesn't count.
     """
     bounds: dict[tuple[int, str], dict[int, tuple[int, int]]] = defaultdict(dict)
     for s in spans:
@@ -161,21 +161,21 @@ def _steps(spans: tuple[Span, ...], tracks: dict[str, int], last: dict[str, int]
 
 
 def _nested(slices: Iterable[_Slice]) -> Iterator[_Slice]:
-    """Cuts slices that partly overlap another slice on their track.
+    """Splits slices that partially overlap another slice on their track.
 
-    Viewers require that two slices (bars) on the same track are either nested or disjoint, but in a
-    run they may overlap partly. For example, a job may start waiting for its next batch during one
-    step and still be waiting after that step has ended. We then cut the wait in two at the end of
-    the step.
+    Viewers require the slices (bars) on a track to be either nested or disjoint, but in a real run
+    they may overlap partially. For example, a job may start waiting for its next batch during one
+    step and still be waiting when that step is over. In that case, we split the wait in two where
+    the step ends.
     """
     tracks: dict[tuple[int, int], list[_Slice]] = defaultdict(list)
     for part in slices:
         tracks[part.event["pid"], part.event["tid"]].append(part)
     for slices_of_track in tracks.values():
-        count = itertools.count()  # breaks ties: of equal slices, the first one is outside
+        count = itertools.count()  # breaks ties: of two equal slices, the first is outside
         heap = [(part.start_ns, -part.end_ns, next(count), part) for part in slices_of_track]
         heapq.heapify(heap)
-        around: list[int] = []  # the ends of the open slices, the innermost one last
+        around: list[int] = []  # the ends of the open slices, innermost last
         while heap:
             start, end, _, part = heapq.heappop(heap)
             while around and around[-1] <= start:
@@ -200,10 +200,10 @@ def _arrows(spans: tuple[Span, ...], origin: int) -> list[dict[str, Any]]:
         if producer is None:
             continue
         arrow = {"name": "operands", "cat": "flow", "id": number, "pid": span.rank}
-        # The arrow should leave from the slice of the compute segment. A viewer attaches an arrow
-        # to whichever slice contains the arrow's time stamp, and a slice doesn't contain its own
-        # end. An arrow that starts exactly at the end would therefore be attached to nothing, so we
-        # let it start after 90% of the segment instead.
+        # The arrow should leave from the compute segment's slice. Viewers attach an arrow to
+        # whichever slice contains its timestamp, and a slice doesn't include its own end, so an
+        # arrow starting exactly there would be left dangling. Start it 90% of the way through the
+        # segment instead.
         left = min(
             producer.start_ns + (producer.end_ns - producer.start_ns) * 9 // 10, span.start_ns
         )
@@ -217,10 +217,10 @@ def _arrows(spans: tuple[Span, ...], origin: int) -> list[dict[str, Any]]:
 def _producer(exchange: Span, computes: list[Span]) -> Span | None:
     """Returns the compute segment that produced the exchange's operands, if there is one.
 
-    Only segments that began before the exchange can be the producer. Of these, it's the last
-    segment that had ended when the exchange's inputs became ready. Segment ends are recorded by a
-    separate thread, which may be late, so according to the recorded times it's possible that no
-    segment had ended by then. In that case we choose the segment that ends first.
+    Only segments that began before the exchange can have produced its operands. Among these, we
+    pick the last segment to have ended by the time the exchange's inputs became ready. Segment ends
+    are recorded by a separate thread that may lag behind, so it can look as if no segment had ended
+    by then; in that case, we settle for whichever ends first.
     """
     before = [
         c

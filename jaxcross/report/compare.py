@@ -1,4 +1,4 @@
-"""Compares two ways to run the same jobs. States the speed-up, or explains why there is none."""
+"""Compares two ways of running the same jobs. States the speed-up, or why there's none to state."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 _LARGEST_RATIO = 1.2
 """Largest acceptable ratio between the compute times of the two ways, and between their exchange
-times. Both ways do the same work, so a larger ratio means that something else differed, e.g. that
-the machine was busy during one of the runs.
+times. Both do the same work, so a larger ratio means that something else was different; perhaps the
+machine was busy during one of the runs.
 """
 NEGLIGIBLE = 0.01
 """Differences below this share of a round's work are ignored."""
@@ -31,7 +31,7 @@ class Comparison:
     """A comparison of two ways to run the same jobs. `print` shows both in one table.
 
     Attributes:
-        first: The first way, averaged over its runs. Usually the jobs one after the other.
+        first: The first way (usually the jobs one after the other), averaged over its runs.
         second: The second way, averaged over its runs.
         names: Names of the two ways.
         where: The device on which they ran, and the link between the ranks.
@@ -44,14 +44,14 @@ class Comparison:
 
     @classmethod
     def of(cls, first: Sequence[Report], second: Sequence[Report]) -> Comparison:
-        """Compares the means of several runs of each way.
+        """Compares two ways of running the jobs, each averaged over several runs.
 
-        Make the runs alternately (first, second, first, second), rather than all runs of one way
-        before those of the other. If other programs keep the machine busy for a while, both ways
-        are then slowed down about equally, and the comparison stays fair.
+        Interleave the runs (A, B, A, B, ...) instead of finishing all of A before starting B. That
+        way, background load on the machine affects both about equally and the comparison stays
+        fair.
 
         Raises:
-            ValueError: One of the ways has no run, or the runs don't all have the same jobs.
+            ValueError: One of the ways has no runs, or the runs don't all have the same jobs.
         """
         if not first or not second:
             raise ValueError("a comparison needs at least one run of each way")
@@ -70,21 +70,21 @@ class Comparison:
 
     @property
     def ratio(self) -> float | None:
-        """How many times shorter a job-step is in the second way, as measured."""
+        """The measured speed-up: how many times shorter a job-step is in the second way."""
         one = self.first.s_per_step
         other = self.second.s_per_step
         return one / other if one is not None and other else None
 
     @property
     def most(self) -> float | None:
-        """The largest speed-up that overlapping could achieve, as measured in the first way.
+        """The largest speed-up that overlap could achieve, based on measurements of the first way.
 
-        If the jobs run one after the other, nothing overlaps, so a round (one step of each job)
-        takes at least its compute and exchange time together. With perfect overlap, it would take
-        only as long as its bound, e.g. only the compute time if that's the larger of the two. This
-        property is the ratio between these two times.
+        When jobs run one after the other, nothing overlaps, and a round (one step of each job)
+        takes at least its compute time plus its exchange time. Perfect overlap would bring that
+        down to the bound, e.g. to the compute time alone if that's the larger of the two. This
+        property is the sum divided by the bound.
 
-        It's None unless the first way runs the jobs one after the other.
+        None unless the first way runs the jobs one after the other.
         """
         bound = self.first.bound_s
         work = self.first.compute_s + self.first.exchange_s
@@ -126,11 +126,11 @@ class Comparison:
 
     @property
     def _other_work(self) -> bool:
-        """Whether a round contains a different amount of work in the two ways.
+        """Whether a round in one way is a different amount of work than in the other.
 
-        A round has as many steps as there are jobs. If the jobs progress at unequal rates, these
-        are several steps of a fast job, but only part of a step of a slow one. Comparing such a
-        round with one that has a step of every job would compare different amounts of work.
+        A round consists of as many steps as there are jobs. When some jobs run faster than others,
+        that can mean several steps of a fast job and only a fraction of a step of a slow one. Such
+        a round can't be compared with one that has a step of every job.
         """
         pairs = zip(self.first.jobs, self.second.jobs, strict=True)
         more = sum(
@@ -145,15 +145,14 @@ class Comparison:
 
     @property
     def efficiency_alone(self) -> float | None:
-        """The efficiency of the second way against the bound of undisturbed work.
+        """The second way's efficiency, relative to the bound for undisturbed work.
 
-        When compute and exchange overlap, they slow each other down. This also raises the bound
-        that a run computes from its own times, so its efficiency looks better than it is. Here we
-        take the bound from the first way, in which nothing overlaps, and divide it by the length of
-        a round in the second way.
+        Compute and exchange slow each other down when they overlap. This inflates the bound that a
+        run derives from its own timings, making its efficiency look better than it is. Here we take
+        the bound from the first way, where nothing overlaps, and divide it by the duration of a
+        round in the second.
 
-        This property is None if rounds contain a different amount of work in the two ways, or if
-        one of the two numbers is missing.
+        None if a round isn't the same amount of work in both ways, or if either number is missing.
         """
         if self._other_work or not self.first.bound_s or not self.second.period_s:
             return None
@@ -161,7 +160,7 @@ class Comparison:
 
     @property
     def headline(self) -> str:
-        """One line that states the speed-up, or why there is none."""
+        """One line that states the speed-up, or why there's none to state."""
         if self.speedup is None:
             return f"No speed-up stated: {self.reason}"
         one, other = (
@@ -234,11 +233,11 @@ class Comparison:
 
 
 def _pooled(breakdowns: Sequence[TimeBreakdown]) -> TimeBreakdown:
-    """Returns the mean of several runs.
+    """Averages several runs.
 
-    A round is one step of every job. But if some jobs of a run were hardly ever in steady state
-    together with the others, the run's round leaves them out. Rounds with different numbers of jobs
-    can't be averaged, so we only use the runs whose rounds cover the most jobs.
+    Normally a round is one step of every job. Jobs that were hardly ever in steady state together
+    with the others are left out, though, and rounds that cover different numbers of jobs can't be
+    averaged. So we only use the runs whose rounds cover the most jobs.
     """
     most = max(len(breakdown.crossed) for breakdown in breakdowns)
     breakdowns = [breakdown for breakdown in breakdowns if len(breakdown.crossed) == most]

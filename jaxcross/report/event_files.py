@@ -1,8 +1,8 @@
 """Reads the ranks' event files after a run, to find out what each rank was doing when it ended.
 
-The files aren't trusted: we check every line, and limit how much we read. A rank that was killed
-while writing leaves an incomplete last line, so an unreadable line at the end of a file doesn't
-count as damage.
+We don't trust these files: every line is validated, and there's a limit on how much we read. A rank
+that's killed in the middle of a write leaves a truncated line behind, so an unreadable last line
+doesn't count as damage.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Begun:
         job: Name of the job, or "".
         step: Step of the job.
         segment: Segment of its program, or -1 if the operation isn't a segment.
-        number: If the rank waits for other ranks, the position of this wait in the sequence of such
-            waits, which is identical across ranks. 0 for any other operation.
+        number: If this operation waits for other ranks, its position in the sequence of such waits,
+            which is identical across ranks. Otherwise 0.
         at_s: When it began, in seconds since 1970.
     """
 
@@ -61,7 +61,7 @@ class SavedPart:
     """A rank's part of a job's checkpoint.
 
     Attributes:
-        name: The checkpoint's name. In alphabetical order, newer checkpoints come later.
+        name: The checkpoint's name. Sorting by name puts newer checkpoints last.
         any_ranks: Whether a different number of ranks can resume from it.
     """
 
@@ -76,25 +76,25 @@ class SavedPart:
 
 @dataclass(slots=True, kw_only=True)
 class RankRecord:
-    """The content of one rank's event file.
+    """The contents of one rank's event file.
 
     Attributes:
-        rank, size, host, pid, run: The values in the header of the file.
+        rank, size, host, pid, run: The values in the file's header.
         last_s: The rank's last sign of life, in seconds since 1970.
         under_way: Operations that had begun but not ended, by token.
-        done: The last operation of any job that ended.
-        done_of: For each job that was still running, the last of its operations that ended.
-        entered: Number of waits for other ranks that the rank had begun.
-        exit_kind: How the rank ended according to its last record: an `ExitKind`. "" if it ended
-            without writing such a record.
-        text: The text of its last record.
-        activity: The operation that it was in, according to its last record.
-        lost: The ranks that its last record reports as lost.
+        done: The last operation to end, across all jobs.
+        done_of: For each job that was still running, the last operation it completed.
+        entered: How many waits for other ranks this rank had begun.
+        exit_kind: How the rank ended according to its last record (an `ExitKind`); "" if it didn't
+            get to write such a record.
+        text: The text of that record.
+        activity: The operation that the rank was in, according to that record.
+        lost: The ranks that this record reports as lost.
         script_raised: Whether the script raised an exception, according to the last record. If
-            `exit_kind` is `failed`, the script raised it on this rank. If `exit_kind` is `aborted`,
-            it raised it on another rank, which then made this one end.
+            `exit_kind` is `failed`, it was raised on this rank; if `exit_kind` is `aborted`, on
+            another rank, which then made this one end.
         unread: Number of lines that couldn't be read.
-        saved: By job, the newest checkpoint for which this rank's part is on disk.
+        saved: For each job, the newest checkpoint for which this rank's part is on disk.
     """
 
     rank: int
@@ -119,10 +119,9 @@ class RankRecord:
     def where(self) -> Begun | None:
         """The operation that the rank was in when it ended; None if there was none.
 
-        A rank has several threads, so several operations may have been in progress when it ended.
-        If one of them was a wait for other ranks, we return that one, because a post-mortem has to
-        find out first of all which ranks were waiting for which. Otherwise we return the operation
-        that began last.
+        A rank has several threads, so it may have been in the middle of several operations. If it
+        was waiting for other ranks, we return that wait, since the first question in a post-mortem
+        is who was waiting for whom. Otherwise we return the operation that began last.
         """
         now = sorted(self.under_way.values(), key=lambda b: (b.number > 0, b.at_s))
         return now[-1] if now else None
@@ -150,12 +149,12 @@ class RankRecord:
     def places(self) -> str:
         """All operations that the rank was in, as text.
 
-        If a rank died without saying why, any of its threads may be the cause, so we list the
-        operations of all threads.
+        When a rank dies without saying why, any of its threads could be the cause, so we list the
+        operations of all of them.
 
-        A job without an operation in progress was running its own code, e.g. between two steps. The
-        event file doesn't record what that code did, so we name the last operation that the job
-        completed instead.
+        A job with no operation in progress was running its own code, e.g. between two steps. Event
+        files don't record what that code does, so we name the last operation that the job completed
+        instead.
         """
         if self.exit_kind or self.where is None:
             return self.place
@@ -179,21 +178,21 @@ def read_event_files(
 ) -> list[RankRecord]:
     """Reads the records of the latest run in `folder`, sorted by rank.
 
-    A rank leaves an empty file if it was killed right after its start, or if the disk was full.
-    Such files, and any others that don't begin like an event file, are skipped, so that the records
-    of the other ranks can still be used. If no file at all can be read, this raises instead.
+    A rank leaves an empty file behind if it was killed right after starting, or if the disk was
+    full. We skip such files (and anything else that doesn't start like an event file) so that the
+    other ranks' records remain usable, and only raise an error if none of the files can be read.
 
     Args:
         folder: The event folder.
-        tail_bytes: How many bytes to read from the end of each file. Makes frequent reads of a long
-            run cheap. If None, reads up to 32 MiB per file, and also the older part of the file if
-            it has been rotated.
-        skipped: If given, we add the reason why a file was skipped to it, by rank.
+        tail_bytes: How many bytes to read from the end of each file, which keeps frequent polling
+            of a long run cheap. If None, reads up to 32 MiB per file, along with the older part of
+            the file if it has been rotated.
+        skipped: If given, we add an entry for each skipped file: its rank, and the reason.
 
     Raises:
-        ValueError: There are no event files, or this version can't read any of them; the text says
-            which is the case.
-        OSError: The folder or all files can't be read.
+        ValueError: There are no event files, or none that this version can read; the message says
+            which.
+        OSError: The folder can't be read, or none of the files can.
     """
     names = [
         (int(m[1]), name)
@@ -236,7 +235,7 @@ def _read_rank(path: Path, rank: int, tail_bytes: int | None) -> RankRecord:
         try:
             before = _read_file(old, rank, None)
         except ValueError:
-            return record  # written by another version, and so by another run
+            return record  # written by another version, hence by another run
         if (before.run, before.pid, before.host) == (record.run, record.pid, record.host):
             return _read_file(path, rank, before)
     return record
@@ -247,10 +246,10 @@ def _read_file(
 ) -> RankRecord:
     """Reads the end of one file.
 
-    A rank starts a new file when its event file gets long. If this is the new file, `before` is the
-    record of the old one, and we update it.
+    Ranks rotate their event file when it gets long. If this is the newer part of a rotated file,
+    `before` is the record of the older part, which we update in place.
     """
-    # Don't follow symbolic links out of the folder, and don't block on a pipe without a writer.
+    # Don't follow symlinks out of the folder, and don't block on a pipe that has no writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
         facts = os.fstat(stream.fileno())
         most_bytes = tail_bytes or MOST_BYTES
@@ -286,12 +285,12 @@ def _read_file(
         run=_text(header, "run"),
         last_s=float(start_s),
     )
-    record.under_way.clear()  # each file begins by listing the operations in progress
+    record.under_way.clear()  # each file starts with the operations in progress
     for n, line in enumerate(lines):
         event = _parse(line)
         if event is not None and _is_int(event.get("at")):
             _take(record, event, float(start_s) + (event["at"] - start_ns) / 1e9)
-        elif n < len(lines) - 1:  # the last line may be torn, if the process ended while writing it
+        elif n < len(lines) - 1:  # a process that died mid-write leaves a torn last line
             record.unread += 1
     return record
 

@@ -1,23 +1,23 @@
-"""Draws the lanes of a run over time, as a PNG.
+"""Draws a run's lanes over time, as a PNG.
 
-The picture shows which work overlapped. A lane runs one piece of work at a time: compute lanes run
-on the device, exchange lanes use the network. Each rank has one row for each of its lanes, and each
-job has its own colour. To compare two runs, we draw one above the other on the same time axis, so
-that you can see how much time the second one saved.
+The picture shows which work overlapped. A lane does one thing at a time: compute lanes run on the
+device, exchange lanes use the network. Every lane of every rank gets a row, and each job has its
+own colour. When comparing two runs, we draw them one above the other on the same time axis, so you
+can see at a glance how much time the second run saved.
 
-The difficulty is that a run has far more segments (single computations and exchanges) than the
-picture has pixels. If we drew every segment as a bar, matplotlib would take minutes, and the edges
-of the bars would hide everything else. So most of this module decides what to leave out or to
+The hard part is that a run has far more segments (individual computations and exchanges) than the
+picture has pixels. Drawing them all as bars would keep matplotlib busy for minutes, and the edges
+of the bars would hide everything else. So most of this module is about what to leave out or
 simplify:
 
-- The picture begins when the jobs are in steady state. Otherwise it would mostly show compilation.
-- It ends before any lane has more than `MOST_BARS` bars.
-- Bars that are narrower than `EDGED` pixels are drawn without an edge and without a pattern,
-  because these would cover the bar's colour.
-- Segments that are shorter than a pixel aren't drawn as bars. Instead, each pixel column is tinted
-  according to how much work it contains (`_Tint`). If you simply left these segments out, a lane
-  that is always busy with short segments would look idle; if you drew each of them one pixel wide,
-  an almost idle lane would look busy.
+- The picture starts once the jobs are in steady state. Otherwise it would mostly show compilation.
+- It stops before any lane has more than `MOST_BARS` bars.
+- Bars narrower than `EDGED` pixels are drawn without an edge or a pattern, since these would cover
+  up the bar's colour.
+- Segments shorter than a pixel aren't drawn as bars at all. Instead, we tint each pixel column
+  according to how much work it contains (`_Tint`). Simply leaving these segments out would make a
+  lane that's constantly busy with short segments look idle, while drawing each of them one pixel
+  wide would make an almost idle lane look busy.
 - Only the first `MOST_RANKS` ranks are shown.
 """
 
@@ -41,28 +41,28 @@ if TYPE_CHECKING:
     from jaxcross.report.report import Report
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
-"""Okabe and Ito's palette, whose colours are distinguishable for colour-blind readers, too."""
+"""Okabe and Ito's palette, whose colours can be told apart by colour-blind readers as well."""
 QUIET = {"compile": "#B8B8B8", "input": "#DDDDDD", "vote": "#555555"}
 INK = "#222222"
 FAINT = "#777777"
 MOST_RANKS = 8
 MOST_NAMES = 5
 LINE_CHARACTERS = 160
-"""Number of characters that fit on a line of the legend. A longer line would be cut off at the edge
-of the picture.
+"""How many characters fit on a line of the legend. Anything longer would be cut off at the edge of
+the picture.
 """
 MARK_CHARACTERS = 7
 """Width of a colour mark in the legend, in characters."""
 EDGED = 8
-"""Minimum width of a bar with an edge and a pattern, in pixels. In a narrower bar, the edge would
-hide everything else.
+"""Minimum width of a bar to be drawn with an edge and a pattern, in pixels. The edge of a narrower
+bar would hide everything else.
 """
 _PIXELS = 1700
 """Width of the picture's axes, in pixels."""
 _PALEST = 0.15
-"""Minimum tint of a pixel column that contains any work. A paler column would look empty."""
+"""Minimum tint of a pixel column that contains any work. Anything paler would look empty."""
 MOST_BARS = 300
-"""Maximum number of bars per lane. More of them can't be told apart, and take minutes to draw."""
+"""Maximum number of bars per lane. Any more can't be told apart, and take minutes to draw."""
 
 
 def draw_gantt(
@@ -73,25 +73,24 @@ def draw_gantt(
     window: tuple[float, float] | None = None,
     headline: str | None = None,
 ) -> Path:
-    """Writes the PNG. Needs no display and changes no global state of matplotlib.
+    """Writes the PNG. Needs no display, and leaves matplotlib's global state alone.
 
     Args:
         report: The run.
         path: Where to write the PNG.
         compare: A run to draw above `report`, on the same time axis.
-        window: Begin and end of the picture, in seconds since the run began. If None, the picture
-            starts when the jobs are in steady state, and ends early enough that single segments can
-            be told apart.
-        headline: Text at the top. If None, states the speed-up of `report` over `compare`.
+        window: Start and end of the picture, in seconds since the run began. By default, the
+            picture starts once the jobs are in steady state, and is short enough to tell individual
+            segments apart.
+        headline: Text at the top. By default, states the speed-up of `report` over `compare`.
 
     Raises:
         ValueError: `window` doesn't end after it begins.
         MissingExtraError: matplotlib is not installed.
     """
     require_extra("plot", "a picture of a run", "matplotlib")
-    # We create the figure and its canvas ourselves. The functions of `pyplot` would make this
-    # shorter, but they choose a backend, which may need a display, and keep figures and settings in
-    # global state.
+    # Create the figure and its canvas by hand. `pyplot` would be shorter, but it picks a backend,
+    # which may need a display, and keeps figures and settings in global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -106,9 +105,9 @@ def draw_gantt(
         name: COLOURS[i % len(COLOURS)]
         for i, name in enumerate(dict.fromkeys(j.name for r in runs for j in r.jobs))
     }
-    # A row should have the same height in inches in every picture, so the figure gets taller with
-    # the number of rows. But matplotlib expects positions as fractions of the figure's height, so
-    # we divide lengths in inches by `total`.
+    # Rows should be equally tall (in inches) in every picture, so the figure grows with the number
+    # of rows. matplotlib expects positions as fractions of the figure's height, though, which is
+    # why we divide lengths in inches by `total`.
     heights = [len(r) * 0.34 + 0.55 for r in rows]
     second = 0.22 if _is_long(colours) else 0.0  # inches for a second line of the legend
     total = sum(heights) + 1.75 + second
@@ -161,7 +160,7 @@ def draw_gantt(
 
 
 def _as_written(text: str) -> str:
-    """Escapes `$`, because matplotlib typesets any text between two dollar signs as a formula."""
+    """Escapes `$`, since matplotlib would typeset text between two dollar signs as a formula."""
     return text.replace("$", r"\$")
 
 
@@ -183,7 +182,7 @@ Row = tuple[int, str, list[Span]]
 
 
 def _rows(report: Report) -> list[Row]:
-    """Returns the rank, the lane's name and the spans of each row of the panel."""
+    """Returns the rank, lane name and spans of each row in the panel."""
     spans = in_lane_order(report.spans)
     rows: list[Row] = []
     for rank in report.ranks[:MOST_RANKS]:
@@ -192,9 +191,9 @@ def _rows(report: Report) -> list[Row]:
         lanes = sorted({s.lane for s in own if s.kind == "compute"} or {0})
         for lane in lanes:
             mine = [s for s in own if s.kind == "compute" and s.lane == lane]
-            # While a job compiles or waits for its next batch, it can't compute, which leaves a gap
-            # in the compute lane. Neither of the two belongs to a lane itself. So we draw them in
-            # the first compute lane, where they explain such gaps.
+            # A job can't compute while it's compiling or waiting for its next batch, which leaves a
+            # gap in the compute lane. Neither activity belongs to a lane itself, so we draw both in
+            # the first compute lane, where they account for such gaps.
             rows.append(
                 (
                     rank,
@@ -218,14 +217,15 @@ def _run_begin(report: Report) -> int:
 
 
 def _steady_begin(report: Report) -> int:
-    """Returns when all jobs of the round were in steady state, which is where the picture begins.
+    """Returns where the picture begins: when all jobs of the round have reached steady state.
 
-    A job is in steady state from the end of its first step, in which it compiles. So if the jobs
-    run alongside each other, we return the moment when the last of them has ended its first step.
+    A job reaches steady state once it's done with its first step, which includes compilation. If
+    the jobs run alongside each other, we return the moment when the last of them gets there.
 
-    If the jobs run one after the other, or if there is no round, we return the moment when any job
-    has ended its first step, because waiting for the last job would skip most of the run. If no job
-    made a second step, nothing is in steady state, and we return the start of the first segment.
+    If the jobs run one after the other, or if there's no round, waiting for the last job would skip
+    most of the run, so we return the moment when any job has completed its first step. If no job
+    made a second step, there's no steady state at all, and we return the start of the first
+    segment.
     """
     rank = next(iter(report.ranks), 0)
     timeline = Timeline.of(rank, report.spans, {})
@@ -244,7 +244,7 @@ def _steady_begin(report: Report) -> int:
 
 
 def _since(runs: Sequence[Report]) -> str:
-    """Returns text for the moment at which the pictures of these runs begin."""
+    """Describes the moment at which the pictures of these runs begin."""
     if all(run.rounds.period_s is not None for run in runs):
         return "the jobs were in steady state"
     if any(job.period_s for run in runs for job in run.rounds.jobs):
@@ -259,7 +259,7 @@ def _length_s(report: Report, begin: int) -> float:
 
 
 def _shown_s(every: Sequence[tuple[Report, list[Row], int]]) -> float:
-    """Returns for how many seconds no lane has more than `MOST_BARS` bars. Votes don't count."""
+    """Returns how many seconds fit before a lane exceeds `MOST_BARS` bars. Votes don't count."""
     lengths = [max(_length_s(run, begin) for run, _, begin in every)]
     for _, rows, begin in every:
         for _, _, spans in rows:
@@ -275,22 +275,22 @@ def _panel(
     for y, (_, _, spans) in enumerate(rows):
         thin = _Tint(shown_s)
         for kind in ("compile", "input", "compute", "collective", "vote"):
-            # Spans without a job, and those of a job that isn't in the report, are grey.
+            # Spans without a job, or with a job that isn't in the report, are drawn in grey.
             for job in [*colours, *sorted({s.job for s in spans} - set(colours))]:
                 own = [s for s in spans if s.kind == kind and s.job == job]
                 bars = [((s.start_ns - begin) / 1e9, (s.end_ns - s.start_ns) / 1e9) for s in own]
                 style = _style(kind, colours.get(job, FAINT))
-                # A vote isn't work, so it isn't part of the tint. Otherwise a lane that only votes
-                # would look busy.
+                # Votes aren't work, so leave them out of the tint. Otherwise a lane that does
+                # nothing but vote would look busy.
                 if kind != "vote":
                     bars = thin.keep_wide(bars, style["facecolor"])
                 else:
                     bars = [bar for bar in bars if bar[0] + bar[1] > 0 and bar[0] < shown_s]
                 narrow = [bar for bar in bars if bar[1] < EDGED * thin.pixel_s]
                 wide = [bar for bar in bars if bar[1] >= EDGED * thin.pixel_s]
-                # In a vote, the ranks agree on what to run next. A vote mostly waits for other
-                # ranks while the exchange lane has nothing to do. At full height it would look like
-                # work, so we draw it as a thin line.
+                # In a vote, the ranks agree on what to run next, and mostly wait for each other
+                # while the exchange lane has nothing to do. At full height it would look like work,
+                # so draw it as a thin line.
                 place = (y - 0.08, 0.16) if kind == "vote" else (y - 0.4, 0.8)
                 for some, look in (
                     (wide, style),
@@ -334,20 +334,20 @@ def _style(kind: str, colour: str) -> dict[str, Any]:
 
 
 def _pale(colour: str) -> str:
-    """Returns a mixture of one part of the colour and three parts of white."""
+    """Mixes one part of the colour with three parts of white."""
     channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{255 - (255 - c) // 4:02X}" for c in channels)
 
 
 def _middle_cut(name: str, longest: int) -> str:
-    """Cuts a long name in the middle, because names often end with the job's settings."""
+    """Shortens a long name in the middle, since names often end with the job's settings."""
     if len(name) <= longest:
         return name
     return f"{name[: longest // 2]}...{name[len(name) + 3 - (longest + 1) // 2 :]}"
 
 
 def _is_long(names: Iterable[str]) -> bool:
-    """Whether long job names leave no room in the legend's line for the kinds of work."""
+    """Whether the job names are too long to share a line of the legend with the kinds of work."""
     return sum(len(name) + MARK_CHARACTERS for name in names) > LINE_CHARACTERS // 2
 
 
@@ -356,7 +356,8 @@ def _legend(
 ) -> None:
     """Draws the legend of job names and kinds of work.
 
-    If `second` isn't 0, the kinds of work are on a second line, lower by this share of the height.
+    If `second` isn't 0, the kinds of work go on a second line, lower by that fraction of the
+    figure's height.
     """
     from matplotlib.patches import Patch
 
@@ -393,10 +394,10 @@ def _legend(
 class _Tint:
     """The segments of one lane that are shorter than a pixel, by colour.
 
-    A segment that is shorter than a pixel can't be drawn as a bar of the right width. Instead, all
-    such segments of a lane are drawn together, as an image that is a single row of pixels. The
-    darkness of each pixel is the share of its time that was spent on work, so a lane that is busy
-    half of the time looks half as dark as one that is always busy.
+    A segment shorter than a pixel can't be drawn as a bar of the right width. Instead, we draw all
+    such segments of a lane together, as an image that's a single row of pixels. The more of a
+    pixel's time was spent on work, the darker it gets, so a lane that's busy half of the time looks
+    half as dark as a lane that's always busy.
     """
 
     def __init__(self, shown_s: float) -> None:
@@ -407,9 +408,9 @@ class _Tint:
     def keep_wide(
         self, bars: Sequence[tuple[float, float]], colour: str
     ) -> list[tuple[float, float]]:
-        """Keeps the bars that are thinner than a pixel for `draw`, and returns the wide ones.
+        """Sets aside bars thinner than a pixel for `draw`, and returns the rest.
 
-        A bar is a pair (begin, length) in seconds. Bars outside the picture are dropped.
+        Bars are pairs (begin, length) in seconds; those outside the picture are dropped.
         """
         shown = [bar for bar in bars if bar[0] + bar[1] > 0 and bar[0] < self._shown_s]
         self._bars[colour] += [bar for bar in shown if bar[1] < self.pixel_s]
@@ -420,23 +421,22 @@ class _Tint:
         taken = {colour: bars for colour, bars in self._bars.items() if bars}
         if not taken:
             return
-        # For each pixel column, `strip` holds its colour, which is white at first, and `free` holds
-        # the share of the column that is still white.
+        # `strip` is the colour of each pixel column (white to begin with), and `free` is the
+        # fraction of the column that's still white.
         strip = np.ones((_PIXELS, 3))
         free = np.ones(_PIXELS)
         for colour, bars in taken.items():
             part = self._coverage(bars)
-            # A column with very little work would look empty, so any work at all gets at least the
-            # minimum tint. In a column with several colours, these tints could add up to more than
-            # the whole column, so limit each colour to the share that is still white.
+            # A column with very little work would look empty, so even the slightest amount gets the
+            # minimum tint. In a column with several colours, these minimums could add up to more
+            # than the whole column, so cap each colour at whatever is still white.
             part = np.minimum(np.where(part > 0, np.maximum(part, _PALEST), 0), free)
             free -= part
             rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
             strip -= part[:, None] * (1 - rgb)
-        # Columns without work are transparent, so that the image doesn't hide wide bars or the
-        # grid.
+        # Make columns without work transparent, to avoid hiding wide bars or the grid.
         image = np.concatenate([strip, (free < 1)[:, None]], axis=1)[None]
-        # `imshow` changes the limits of the axes, so restore them afterwards.
+        # `imshow` changes the axis limits, so restore them afterwards.
         x_limits = axis.get_xlim()
         y_limits = axis.get_ylim()
         axis.imshow(
@@ -452,10 +452,9 @@ class _Tint:
     def _coverage(self, bars: Sequence[tuple[float, float]]) -> np.ndarray:
         """Returns how much of each pixel column the bars cover, from 0 to 1.
 
-        Every bar here is shorter than a pixel, so it covers parts of at most two pixel columns: the
-        one in which it begins and the next one. Two additions per bar are therefore enough, one for
-        each of these columns. We let `bincount` add up all bars at once, because a Python loop
-        would be slow.
+        All bars are shorter than a pixel here, so each touches at most two pixel columns: the one
+        it begins in, and the next. That makes two additions per bar. `bincount` performs them for
+        all bars at once; a Python loop would be slow.
         """
         begin, length = np.array(bars).T / self.pixel_s
         end = np.clip(begin + length, 0, _PIXELS)

@@ -1,4 +1,4 @@
-"""Arithmetic on sets of time.
+"""Set operations on time.
 
 A set is a sorted list of disjoint half-open intervals `(start, end)` in nanoseconds.
 """
@@ -11,7 +11,7 @@ Interval = tuple[int, int]
 
 
 def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
-    """Sorts intervals and joins those that touch or overlap into a set. Drops empty ones."""
+    """Builds a set from any intervals. Joins those that touch or overlap, and drops empty ones."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -36,8 +36,8 @@ def intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
     while i < len(left) and j < len(right):
         a, b = left[i]
         c, d = right[j]
-        # A run has hundreds of thousands of intervals, and comparisons are much faster than calls
-        # of `max` and `min`.
+        # A run has hundreds of thousands of intervals, and comparing directly is much faster than
+        # calling `max` and `min`.
         start = a if a > c else c
         end = b if b < d else d
         if start < end:
@@ -50,7 +50,7 @@ def intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
 
 
 def subtract(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    """Returns the part of the first set that is not in the second."""
+    """Returns the part of the first set that isn't in the second."""
     if not left:
         return []
     outside: list[Interval] = []

@@ -1,8 +1,8 @@
 """The metrics of a run on disk: one JSONL and one CSV file per job, written by rank 0.
 
-Even if a run is killed and resumed, the files contain each step exactly once. The killed run may
-have logged steps that came after its last checkpoint. The resumed run starts from that checkpoint,
-so it repeats these steps and logs them again. To avoid duplicates, it first drops their old lines.
+Each step appears exactly once, even if a run is killed and resumed. The killed run may have logged
+steps beyond its last checkpoint, which the resumed run then repeats and logs again. To avoid
+duplicates, the resumed run drops those lines before it writes anything.
 """
 
 from __future__ import annotations
@@ -26,27 +26,26 @@ from jaxcross.interleave import Instrument
 _log = logging.getLogger("jaxcross")
 _MARKER = "run.json"
 _LONGEST = 150  # maximum length of a file's name, in characters
-_OWN_NAMES = {"step_": "step", "time_": "time"}  # metrics with the names of the file's own columns
+_OWN_NAMES = {"step_": "step", "time_": "time"}  # metrics named like the file's own columns
 Value = Any  # a number, a text, or a list of those
 
 
 @final
 class MetricFiles(Instrument):
-    """Writes the metrics that jobs log, as soon as their values are back from the device.
+    """Writes the metrics that jobs log, as soon as their values arrive from the device.
 
-    Each line of `JOB.jsonl` is an object with `step`, `time` (seconds since 1970) and the metrics.
-    The names of nested metrics are joined by slashes. In both files, NaN and infinities are written
-    as text.
+    Each line of `JOB.jsonl` is an object with `step`, `time` (seconds since 1970) and the metrics,
+    whose nested names are joined by slashes. In both files, NaN and infinities are written as text.
 
-    `JOB.csv` has the same content, except that it omits lists. If a metric is first logged after
-    the first line, its column is only added when the file is closed.
+    `JOB.csv` has the same contents, minus any lists. A metric that first shows up after the first
+    line doesn't get a column until the file is closed.
 
-    A folder belongs to one run and to the later runs that resume from its checkpoints.
+    A folder belongs to a single run, along with any later runs that resume from its checkpoints.
 
     Args:
-        folder: The folder to write to. It's created if it doesn't exist.
-        checkpoints: The run's checkpoint folder, or None if it has none. A later run that resumes
-            this one uses the same checkpoint folder, which is how we recognise it.
+        folder: The folder to write to. Created if it doesn't exist.
+        checkpoints: The run's checkpoint folder, or None if it has none. A run that resumes this
+            one uses the same checkpoint folder, which is how we recognise it.
     """
 
     def __init__(self, folder: str | Path, checkpoints: Path | None = None) -> None:
@@ -58,7 +57,7 @@ class MetricFiles(Instrument):
         ] = {}  # lines that jobs logged before they restored a state
         self._lock = (
             threading.RLock()
-        )  # the runner may close files that a job's thread still writes
+        )  # the runner may close files that a job's thread is still writing
         self._closed = False
         self._claim: Any = None
 
@@ -72,7 +71,7 @@ class MetricFiles(Instrument):
         Raises:
             ValueError: The folder contains other files or another run's metrics, or another run is
                 currently writing to it.
-            OSError: The folder can't be written.
+            OSError: The folder can't be written to.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         marker = self._folder / _MARKER
@@ -101,13 +100,13 @@ class MetricFiles(Instrument):
             )
 
     def begin(self, job: str, step: int, *, without: str = "") -> list[dict[str, Value]]:
-        """Drops the lines after the restored step. Renames the files if the job restored no state.
+        """Drops lines after the restored step, or sets the old file aside if no state was restored.
 
         Args:
             job: The job's name.
-            step: The step that it restored, or 0 if it starts from the beginning.
-            without: Name of an evaluation whose lines at that step are dropped, too. It will run
-                again, because its result isn't in the checkpoint.
+            step: The step that was restored, or 0 if the job starts from scratch.
+            without: Name of an evaluation whose lines at that step are dropped as well. It will run
+                again, because its result isn't part of the checkpoint.
 
         Returns:
             The remaining lines of earlier runs.
@@ -158,9 +157,9 @@ class MetricFiles(Instrument):
         step: int = -1,  # noqa: ARG002
         value: float | str | None = None,  # noqa: ARG002
     ) -> None:
-        """Closes a job's files when the job has finished, whatever its outcome.
+        """Closes a job's files once the job has finished, however it ended.
 
-        Otherwise a large sweep could exceed the limit on open files, since it has two per job.
+        At two files per job, a large sweep would otherwise run into the limit on open files.
         """
         if kind in ("done", "closed"):
             with self._lock:
@@ -192,7 +191,7 @@ class MetricFiles(Instrument):
 
 
 class _JobFiles:
-    """One job's two files. If the last line is incomplete after a kill, `open` drops it."""
+    """One job's two files. `open` drops the last line if a kill left it incomplete."""
 
     def __init__(self, path: Path) -> None:
         self._jsonl = path.with_name(f"{path.name}.jsonl")
@@ -203,7 +202,7 @@ class _JobFiles:
         self._table: Any = None
 
     def open(self, step: int, without: str = "") -> list[dict[str, Value]]:
-        """Drops lines after `step`, and at `step` those of one evaluation. Returns the others."""
+        """Drops lines after `step`, and those of one evaluation at `step`. Returns the rest."""
         if self._file is not None:
             self._file.close()
         if step == 0 and self._jsonl.exists():
@@ -258,7 +257,7 @@ class _JobFiles:
 
 
 def is_of(line: Mapping[str, Value], evaluation: str) -> bool:
-    """Whether a line contains only what the evaluation with this name returned."""
+    """Whether a line contains nothing but the results of the evaluation with this name."""
     names = {key.partition("/")[0] for key in line if key not in ("step", "time")}
     return bool(evaluation) and names == {evaluation}
 
@@ -271,7 +270,7 @@ def _file_name(job: str) -> str:
 
 
 def flatten_metrics(values: object, path: str = "") -> Iterator[tuple[str, Value]]:
-    """Yields the name and value of each metric in a tree. A nested name is e.g. `eval/accuracy`."""
+    """Yields the name and value of each metric in a tree. Nested names are like `eval/accuracy`."""
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from flatten_metrics(value, f"{path}/{key}" if path else str(key))

@@ -1,23 +1,25 @@
-"""Finds which rank ended first, in which operation, and what the other ranks were doing.
+"""Works out which rank ended first, in which operation, and what the other ranks were doing.
 
-When one rank dies, the others fail within moments, so at the end every event file looks as if its
-rank had been cut off. The last time stamps don't tell which rank was first: a rank only records a
-sign of life about once a second, and the clocks of two hosts may differ.
+When a rank dies, the others follow within moments, so in the end every event file looks as if its
+rank had been cut off. Timestamps don't settle who was first: ranks only record a sign of life about
+once a second, and clocks differ between hosts.
 
-So `_first` looks for evidence that doesn't depend on time, and goes from the most to the least
-reliable kind:
+So `_first` looks for other evidence before it resorts to time. From the most reliable kind to the
+least:
 
-1. A rank recorded that it failed, with its exception. If several did, the earliest record counts.
-2. A rank reported which ranks it had lost. Then the lost ranks ended first.
-3. A rank's script ended normally, but the others wait in an exchange that this rank never entered.
-4. Some ranks wrote a last record and others didn't. A rank that is killed by a signal it can't
-   handle, crashes or runs out of memory writes nothing, so these are the ones that died.
-5. A rank recorded that it was terminated, interrupted, or that it reported a failure.
-6. No rank wrote a last record, but some had entered fewer exchanges than the others, which were
-   therefore waiting for them.
-7. The last sign of life of some ranks is clearly older (`_BEAT_S`) than that of the others.
+1. A rank recorded its own failure, along with the exception. If several did, the earliest record
+   counts.
+2. A rank reported that it lost contact with other ranks, in which case those ended first.
+3. A rank's script ended normally while others were waiting in an exchange that it never entered.
+4. Some ranks wrote a last record and others didn't. A rank that crashes, runs out of memory or is
+   killed by a signal it can't handle doesn't write anything, so the silent ranks are the ones that
+   died.
+5. A rank recorded that it was terminated or interrupted, or that it reported a failure.
+6. No rank wrote a last record, but some had entered fewer exchanges than the others, which must
+   have been waiting for them.
+7. Some ranks' last sign of life is clearly older (`_BEAT_S`) than that of the others.
 
-If none of this applies, we say so rather than guess.
+If none of this applies, we say so instead of guessing.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ from jaxcross._endings import ExitKind
 from jaxcross.report.event_files import MOST_RANKS, RankRecord
 
 _BEAT_S = 2.0
-"""A rank records a sign of life about once a second. If the last signs of life of two ranks differ
-by more than this, the rank with the earlier one ended first.
+"""Ranks record a sign of life about once a second. If the last signs of life of two ranks are
+further apart than this, the earlier rank ended first.
 """
 
 _SILENTLY = "ended first, without a word (killed, crashed, or out of memory)"
 
 
 def first_to_end(records: Sequence[RankRecord]) -> str:
-    """Returns a paragraph that says which rank ended first, and what each rank was doing then."""
+    """Returns a paragraph that says which rank ended first, and what each was doing at the time."""
     if (
         all(record.exit_kind == ExitKind.LEFT for record in records)
         and len(records) == records[0].size
@@ -71,9 +73,9 @@ def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
         if record.exit_kind == ExitKind.FAILED:
             return [record], f"ended first ({record.text})"
     unrecorded = [r for r in records if not r.exit_kind]
-    # 2. A rank that lost contact with other ranks reports which ones. If it found that their
-    # processes were gone, they died without writing anything. Otherwise they were still alive but
-    # didn't respond, and we quote the report.
+    # 2. A rank that loses contact with others reports which ranks it lost. If their processes
+    # turned out to be gone, they died without writing anything. Otherwise they were alive but
+    # unresponsive, and we quote the report.
     for record in recorded:
         if record.exit_kind == ExitKind.REPORTED and record.lost:
             lost = [by_rank[rank] for rank in record.lost if rank in by_rank]
@@ -82,9 +84,9 @@ def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
             if lost:
                 return lost, why
             return [], f"{_ranks(record.lost).capitalize()} {why}; its events cannot be read."
-    # 3. Every rank numbers its waits for other ranks, and the n-th wait is in the same operation on
-    # all of them. If a rank has ended normally after fewer waits than the ranks that are still
-    # waiting, then they're waiting in an operation that this rank never entered.
+    # 3. Ranks count their waits for other ranks, and the n-th wait is for the same operation on all
+    # of them. If a rank ended normally after fewer waits than the ranks still waiting, those are
+    # stuck in an operation that it never entered.
     waiting = max(
         (r.entered for r in unrecorded if r.where is not None and r.where.number), default=0
     )
@@ -96,17 +98,17 @@ def _first(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
     # 4. Only some ranks wrote a last record.
     if unrecorded and len(unrecorded) < len(records):
         return unrecorded, _SILENTLY
-    # 5. All ranks wrote one.
+    # 5. All ranks did.
     for record in recorded:
         if record.exit_kind in (ExitKind.TERMINATED, ExitKind.INTERRUPTED, ExitKind.REPORTED):
             return [record], f"ended first ({record.text})"
     if not unrecorded:
         return [], "No rank says why it ended."
-    # 6. No rank wrote one, e.g. because the launcher killed all of them when one had died.
+    # 6. No rank did, e.g. because the launcher killed them all when one died.
     behind = [r for r in unrecorded if r.entered == min(s.entered for s in unrecorded)]
     if len(behind) < len(unrecorded):
         return behind, "had not reached the operation in which the others waited"
-    # 7. All ranks were in the same exchange, so only time is left to tell them apart.
+    # 7. All ranks were in the same exchange, so all that's left to go by is time.
     early = [r for r in unrecorded if r.last_s < max(s.last_s for s in unrecorded) - _BEAT_S]
     if early:
         return early, _SILENTLY

@@ -16,14 +16,14 @@ from jaxcross.report.metric_files import flatten_metrics
 from jaxcross.report.units import number
 
 PROGRESS_FILE = "progress.json"
-"""A file in the event folder, which rank 0 replaces about once a second during a run."""
+"""Name of a file in the event folder. Rank 0 replaces it about once a second during a run."""
 
 VERSION = 1
 _MOST_BYTES = 4 << 20
 _MOST_JOBS = 10_000
 _LONGEST_TEXT = 200
 _PACE_S = 10.0
-_LATEST = 8  # latest entries to search for the loss, as evaluations may have logged after it
+_LATEST = 8  # how far back to look for the loss; evaluations may have logged since
 _WORDS = {
     "compile": "compiling",
     "compute": "computing",
@@ -43,10 +43,10 @@ class JobProgress:
     Attributes:
         name: The job's name.
         step: Number of completed steps.
-        steps: Number of steps that its loop will make in total; None if unknown.
+        steps: Total number of steps that its loop will make; None if unknown.
         steps_per_s: Its current rate; None before the second step.
         doing: What the job is doing or waiting for; "" if unknown.
-        doing_s: For how many seconds it has been doing that.
+        doing_s: How many seconds it has been doing that.
         metric: The latest value that it logged, as text.
         status: How it ended; "" while it's running.
     """
@@ -73,12 +73,12 @@ class RunProgress:
     """The progress of all jobs of a run at one moment.
 
     Attributes:
-        run: An identifier of the run, which is also in the ranks' event files.
+        run: The run's identifier, which can also be found in the ranks' event files.
         ranks: Number of ranks.
         at_s: The moment, in seconds since 1970.
         run_s: Seconds since the run began.
         over: Whether the run has ended.
-        shown: False if the script doesn't want its progress to be shown.
+        shown: False if the script opted out of having its progress shown.
         jobs: The jobs, in the order in which they were added.
     """
 
@@ -98,14 +98,14 @@ class RunProgress:
 class StepRate:
     """Measures a job's steps per second, over the last ten seconds or at least one step.
 
-    The first step isn't counted, because it includes compilation.
+    The first step doesn't count, since it includes compilation.
     """
 
     def __init__(self) -> None:
         self._changes: deque[tuple[float, int]] = deque()
 
     def look(self, now_s: float, steps_made: int) -> float | None:
-        """Takes the number of steps made so far. Returns the rate; None before the second step."""
+        """Returns the rate, given the number of steps made so far; None before the second step."""
         changes = self._changes
         if steps_made > (changes[-1][1] if changes else 0):
             changes.append((now_s, steps_made))
@@ -116,16 +116,16 @@ class StepRate:
         first_s, first = changes[0]
         last_s, last = changes[-1]
         length_s = last_s - first_s
-        # Normally the rate only counts completed steps. But a job that hangs in the middle of a
-        # step would then keep its old rate forever. So once the current step has taken more than
-        # twice as long as the earlier ones did on average, we also count the time since the last
-        # step ended, and the rate falls.
+        # Normally we only count completed steps. But that way, a job that hangs in the middle of a
+        # step would keep its old rate forever. So once the current step has taken more than twice
+        # as long as the earlier steps did on average, include the time since the last step ended,
+        # which makes the rate fall.
         overdue = (now_s - last_s) * (last - first) > 2 * length_s
         return (last - first) / (now_s - first_s if overdue else length_s)
 
 
 class LatestMetric:
-    """Finds the latest value of a job's metric. Each call only reads the entries that are new."""
+    """Keeps track of the latest value of a job's metric. Each call only looks at new entries."""
 
     def __init__(self) -> None:
         self._seen = 0
@@ -142,16 +142,15 @@ class LatestMetric:
             if isinstance(value, int | float):
                 self._text = f"{name} {number(value)}"
                 break
-        # The job's thread may have appended entries after we read `new`, and we haven't searched
-        # these. So we advance by the number of entries that we did search; if we advanced to
-        # `len(history)`, the next call would skip the others. The history may also have become
-        # shorter, hence the `min`.
+        # The job's thread may have appended more entries after we read `new`. Only advance past the
+        # entries that we did search; advancing to `len(history)` would make the next call skip the
+        # rest. The history may also have become shorter, hence the `min`.
         self._seen = min(self._seen + len(new), len(history))
         return self._text
 
 
 def metric_of(history: Sequence[tuple[int, object]]) -> str:
-    """Returns a job's latest `loss`, even if an evaluation was logged since, or else a number."""
+    """Returns a job's latest `loss` (even if an evaluation was logged since), or else a number."""
     texts = [metric_text(values) for _, values in reversed(history[-_LATEST:])]
     return next((text for text in texts if text.startswith("loss ")), texts[0] if texts else "")
 
@@ -166,7 +165,7 @@ def metric_text(values: object) -> str:
 
 
 def doing_text(what: str, *, local: bool) -> str:
-    """Describes a job's activity for readers, given the flight recorder's name for it."""
+    """Puts the flight recorder's name for an activity into plain words."""
     if what in _WORDS:
         return _WORDS[what]
     if what.startswith("batch "):
@@ -178,12 +177,12 @@ def read_progress(folder: str | os.PathLike[str]) -> RunProgress | None:
     """Reads the progress of the latest run in `folder`. Returns None if no run has begun there.
 
     Raises:
-        ValueError: The file is damaged or of another version.
+        ValueError: The file is damaged, or was written by another version.
         OSError: The file can't be read.
     """
     path = Path(folder) / PROGRESS_FILE
     try:
-        # Don't follow symbolic links out of the folder, and don't block on a pipe without a writer.
+        # Don't follow symlinks out of the folder, and don't block on a pipe that has no writer.
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
@@ -202,10 +201,10 @@ def read_progress(folder: str | os.PathLike[str]) -> RunProgress | None:
 
 
 def _cleaned(run: RunProgress) -> RunProgress:
-    """Returns the progress without control characters and with shortened texts.
+    """Strips control characters from all texts, and shortens them.
 
-    The file isn't trusted. We print its texts to a terminal, where control characters could move
-    the cursor or do other harm.
+    We don't trust the file. Its texts are printed to a terminal, where control characters could
+    move the cursor or do worse.
 
     Raises:
         ValueError: A number is NaN or infinite.

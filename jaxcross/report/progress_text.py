@@ -1,4 +1,4 @@
-"""A run's progress as text: as lines for a log, or as a table for a terminal."""
+"""Renders a run's progress as text: lines for a log, or a table for a terminal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def steps_text(job: JobProgress) -> str:
 
 
 def state_text(job: JobProgress) -> str:
-    """Returns how the job ended, or else what it's doing and, if that takes long, for how long."""
+    """Returns how the job ended, or what it's doing and (if it's taking a while) for how long."""
     if job.status or not job.doing:
         return job.status or ("" if job.step else "before its first step")
     lasting = job.doing_s >= _LASTING_S or job.doing == "compiling"
@@ -67,7 +67,7 @@ def job_line(job: JobProgress) -> str:
 
 
 def run_lines(run: RunProgress) -> list[str]:
-    """Returns one line per job. If there are too many jobs, the last line sums up the others."""
+    """Returns one line per job. If there are too many jobs, the last line sums up the rest."""
     shown, rest = _first_jobs(run.jobs, MOST_LINES)
     stamp = f"[jaxcross {duration(run.run_s)}]"
     lines = [f"{stamp} {job_line(job)}" for job in shown]
@@ -75,7 +75,7 @@ def run_lines(run: RunProgress) -> list[str]:
 
 
 def run_table(run: RunProgress, *, width: int, most_jobs: int, title: str) -> Group:
-    """Returns a title, a table with one row per job, and a line about the jobs without a row.
+    """Returns a title, a table with one row per job, and a line about jobs that didn't fit.
 
     Args:
         run: The progress.
@@ -127,16 +127,16 @@ _CELLS: dict[str, Callable[[JobProgress], Text]] = {
 }
 _NUMBERS = ("step", "steps/s", "left")
 _ROOM = {"step": 7, "steps/s": 7, "left": 10, "logged": 12, "now": 28}
-"""Minimum widths, in characters. They leave room for longer texts later, so that the columns don't
-move.
+"""Minimum widths, in characters. They leave room for longer texts, to keep the columns from jumping
+around later.
 """
 
 _MOST = {"job": 30, "logged": 24}
 _LEAST = {"logged": 12, "job": 12, "now": 28}
-"""Widths to which we shrink columns on a narrow terminal, in this order. Numbers are never cut."""
+"""On a narrow terminal, we shrink columns to these widths, in this order. Numbers are never cut."""
 
 _DROPPED = ("", "left", "logged", "steps/s")
-"""If shrinking isn't enough, we leave out these columns, in this order."""
+"""If shrinking isn't enough, we drop these columns, in this order."""
 
 
 def _widths(needed: Mapping[str, int], width: int) -> dict[str, int]:
@@ -157,7 +157,7 @@ def _widths(needed: Mapping[str, int], width: int) -> dict[str, int]:
 def _first_jobs(
     jobs: Sequence[JobProgress], most: int
 ) -> tuple[list[JobProgress], list[JobProgress]]:
-    """Returns the jobs to show, in their original order, and the others. Prefers running jobs."""
+    """Returns the jobs to show, in their original order, and the rest. Prefers running jobs."""
     if len(jobs) <= most:
         return list(jobs), []
     order = sorted(range(len(jobs)), key=lambda n: (bool(jobs[n].status), not jobs[n].step, n))

@@ -22,22 +22,22 @@ class Recorder(Instrument):
         self._seen = 0
 
     def span(self, span: Span) -> None:
-        # Several threads may report spans at the same time. Appending to a deque is atomic, so we
-        # need no lock for that. Incrementing the counter isn't atomic, so an increment may get lost
-        # and `dropped` may be off by a few, which doesn't matter.
+        # Several threads may report spans at the same time. Appending to a deque is atomic, so no
+        # lock is needed for that. Incrementing the counter isn't, but if an increment gets lost,
+        # `dropped` is merely off by a few.
         self._spans.append(span)
         self._seen += 1
 
     def spans(self) -> tuple[Span, ...]:
         """Returns the spans that were kept, oldest first."""
         # Copy the deque before iterating over it. Up to Python 3.11, a garbage collection during
-        # the iteration may let another thread run. If that thread appends a span, the deque changes
-        # and the iteration raises an error. `copy` can't be interrupted like this.
+        # the iteration may let another thread run, and if that thread appends a span, the iteration
+        # raises an error. `copy` can't be interrupted like that.
         return tuple(self._spans.copy())
 
     @property
     def dropped(self) -> int:
-        """Number of spans that were discarded because of the limit."""
+        """Number of spans discarded because of the limit."""
         return max(0, self._seen - len(self._spans))
 
 
@@ -51,7 +51,7 @@ def to_rows(spans: Iterable[Span]) -> list[list[Any]]:
 def from_rows(
     rows: Iterable[Sequence[Any]], names: Sequence[str] = SPAN_FIELDS
 ) -> tuple[Span, ...]:
-    """Inverts `to_rows`. `names` are the file's columns; an older version may have had others."""
+    """Inverts `to_rows`. `names` are the file's columns, which may differ in older versions."""
     known = [(i, name) for i, name in enumerate(names) if name in SPAN_FIELDS]
     return tuple(Span(**{name: row[i] for i, name in known}) for row in rows)
 
@@ -59,13 +59,13 @@ def from_rows(
 def clock_offsets(spans: Sequence[Span]) -> dict[int, int]:
     """Returns the nanoseconds to add to each rank's clock to align it with the lowest rank's clock.
 
-    A blocking collective ends on all ranks at nearly the same time, within a network latency. So
-    for each exchange in which two ranks took part, the difference between the recorded end times is
-    an estimate of their clock offset. In a few exchanges a rank leaves later than that, so we take
+    A blocking collective ends at nearly the same time on all ranks, give or take a network latency.
+    So whenever two ranks take part in the same exchange, the difference between their recorded end
+    times is an estimate of their clock offset. Every now and then a rank leaves late, so we take
     the median over all exchanges.
 
-    If a rank shares no exchange with the lowest rank, its offset is 0. Parameter-server messages
-    aren't used, because each rank sends its own.
+    A rank that shares no exchange with the lowest rank gets an offset of 0. Parameter-server
+    messages don't count, since each rank sends its own.
     """
     ranks = sorted({span.rank for span in spans})
     ends: dict[tuple[str, int, int], dict[int, int]] = defaultdict(dict)
@@ -82,7 +82,7 @@ def clock_offsets(spans: Sequence[Span]) -> dict[int, int]:
 
 
 def shifted(spans: Iterable[Span], offsets: dict[int, int]) -> tuple[Span, ...]:
-    """Returns the spans with their times converted to the common clock."""
+    """Converts the spans' times to the common clock."""
 
     def on_common_clock(span: Span) -> Span:
         offset = offsets[span.rank]

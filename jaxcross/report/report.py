@@ -39,11 +39,11 @@ class Report:
         wall_ns: Begin and end of the run on each rank, in nanoseconds on rank 0's clock.
         policy: Name of the policy.
         placement: The device on which segments ran.
-        link: The link between the ranks. If the link is emulated, this text and all output say so.
-        dropped: Number of spans that were discarded because there were too many.
-        fusion: Which jobs `jaxcross.fuse` fused and which it didn't, with the reasons.
-        rounds: The breakdown of the time: the length of a round, its bound and the losses. It's
-            computed from the other attributes.
+        link: The link between the ranks. If it's emulated, this text and all output say so.
+        dropped: Number of spans discarded because there were too many.
+        fusion: Which jobs `jaxcross.fuse` fused and which it didn't, and why.
+        rounds: Where the time went: the length of a round, its bound and the losses. Computed from
+            the other attributes.
     """
 
     spans: tuple[Span, ...]
@@ -83,26 +83,26 @@ class Report:
     ) -> Report:
         """Gathers the spans of all ranks into a report.
 
-        If `control` is given, this call communicates and waits: all ranks must make it, on the
-        thread that may use `control`. The returned report is identical across ranks.
+        With `control`, this call communicates and waits: all ranks have to make it, on the thread
+        that's allowed to use `control`. The report is then identical across ranks.
 
-        The report contains the spans, the begin and end times and each job's `left_over` from all
-        ranks; all other facts are those of rank 0. If there are too many spans, it keeps only the
-        latest ones, about a million over all ranks.
+        The report combines the spans, the begin and end times and each job's `left_over` from all
+        ranks; everything else comes from rank 0. If there are too many spans, only the latest are
+        kept, about a million across all ranks.
 
         Args:
             spans: This rank's spans, oldest first.
             jobs: The jobs of the run.
             start_ns: `time.monotonic_ns` of this rank when the run began.
-            end_ns: The same clock when the run ended.
+            end_ns: `time.monotonic_ns` of this rank when the run ended.
             rank: This rank.
             size: Number of ranks.
             policy: Name of the policy.
             placement: The device on which segments ran.
             link: The link between the ranks.
-            dropped: Number of this rank's spans that have already been discarded.
+            dropped: Number of this rank's spans that have been discarded already.
             control: `World.control`, or None for a single-rank run.
-            watch: A context manager that is active while this call waits for the other ranks.
+            watch: A context manager to enter while this call waits for the other ranks.
 
         Raises:
             ValueError: There are several ranks but no `control`.
@@ -148,29 +148,29 @@ class Report:
     def speedup(self, over: Report) -> float | None:
         """Returns how many times shorter a job-step is in this run than in `over`.
 
-        Returns None if one of the two runs has no round, i.e. if we couldn't measure its time for
-        one step of every job.
+        Returns None if either run has no round, i.e. if we couldn't measure how long it takes to
+        make one step of every job.
 
-        We don't check whether the two runs are comparable: if the machine was busy during one of
-        them, the result is misleading. Use `Comparison` if you need this check.
+        This doesn't check whether the two runs are comparable: if the machine was busy during one
+        of them, the result is misleading. `Comparison` is the safer choice.
         """
         one = over.rounds.s_per_step
         other = self.rounds.s_per_step
         return one / other if one is not None and other else None
 
     def against(self, predicted: Prediction) -> Difference:
-        """Compares the run with its prediction, and explains by what causes its round is longer.
+        """Compares the run with its prediction, and explains why its rounds took longer.
 
         Args:
-            predicted: A prediction of the same jobs under the same policy, from
+            predicted: A prediction for the same jobs under the same policy, from
                 `jaxcross.plan.predict`.
 
         Returns:
             The difference; `print` shows its table.
 
         Raises:
-            ValueError: Jobs, policy or segments differ, or the run or the prediction has no steady
-                state.
+            ValueError: The jobs, the policy or the segments differ, or either the run or the
+                prediction has no steady state.
         """
         return predicted.difference(self)
 
@@ -226,10 +226,10 @@ class Report:
         }
 
     def to_json(self, path: str | Path) -> Path:
-        """Writes the summary, facts about the jobs and all spans. `load` inverts it without loss.
+        """Writes the summary, facts about the jobs and all spans. `load` reads it all back.
 
-        JSON has no numbers for NaN and infinities, so the file contains the strings `"nan"`,
-        `"inf"` and `"-inf"` instead.
+        JSON has no way to write NaN and infinities as numbers, so the file contains the strings
+        `"nan"`, `"inf"` and `"-inf"` instead.
         """
         content = {
             "format": FORMAT,
@@ -298,12 +298,12 @@ class Report:
         Args:
             path: Where to write the PNG.
             compare: Another run of the same jobs, drawn on the same time axis.
-            window: Begin and end of the picture, in seconds since the run began. If None, the
-                picture starts when the jobs are in steady state, and ends early enough that single
-                segments can be told apart.
+            window: Start and end of the picture, in seconds since the run began. By default, the
+                picture starts once the jobs are in steady state, and is short enough to tell
+                individual segments apart.
 
         Raises:
-            ValueError: `window` doesn't end after it begins, or `compare` has other jobs.
+            ValueError: `window` doesn't end after it begins, or `compare` has different jobs.
             MissingExtraError: matplotlib is not installed. The extra `plot` installs it.
         """
         from jaxcross.report.gantt import draw_gantt
@@ -332,7 +332,7 @@ class Report:
 
 
 def _joined(ranks: Sequence[Sequence[dict[str, Any]]]) -> tuple[JobSummary, ...]:
-    """Joins the ranks' lists of jobs. Concatenates `left_over`, and takes the rest from rank 0."""
+    """Merges the ranks' lists of jobs. Concatenates `left_over`, and takes the rest from rank 0."""
     left_over: dict[str, list[int]] = {}
     for jobs in ranks:
         for job in jobs:
@@ -343,7 +343,7 @@ def _joined(ranks: Sequence[Sequence[dict[str, Any]]]) -> tuple[JobSummary, ...]
 
 
 def _read_facts(job: dict[str, Any]) -> JobSummary:
-    """Inverts `asdict` for a job, in whose data NaN and infinities may be strings."""
+    """Inverts `asdict` for a job, whose NaN and infinities may have been written as strings."""
     numbers = {key: unspelt(job[key]) for key in ("examples_per_step", "final_loss") if key in job}
     metrics = {key: unspelt(value) for key, value in job.get("metrics", {}).items()}
     return record({**job, **numbers, "metrics": metrics}, JobSummary)

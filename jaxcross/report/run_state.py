@@ -1,4 +1,4 @@
-"""Reads the state of a run from its event folder: how far it is, or how it ended."""
+"""Reads the state of a run from its event folder: how far along it is, or how it ended."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jaxcross.report.event_files import Begun, RankRecord, read_event_files
 from jaxcross.report.progress import JobProgress, RunProgress, doing_text, read_progress
 
 TAIL_BYTES = 64 << 10
-"""How many bytes we read from the end of each rank's event file. Reading only the end makes
-frequent polling cheap, even if the run is long.
+"""How many bytes we read from the end of each rank's event file. Skipping the rest keeps frequent
+polling cheap, even for a long run.
 """
 
 _GONE_S = 5.0
@@ -30,10 +30,10 @@ class RunState:
 
     Attributes:
         records: The ranks' records, from the ends of their event files.
-        run: How far its jobs are; None if it hasn't run any jobs so far.
+        run: How far along its jobs are; None if it hasn't run any jobs yet.
         ended: Whether its processes have ended, as far as we can tell from here.
-        how: How its processes ended, or what is wrong.
-        skipped: Why a rank's event file could not be read, by rank.
+        how: How its processes ended, or what's wrong with them.
+        skipped: Why a rank's event file couldn't be read, by rank.
     """
 
     records: Sequence[RankRecord]
@@ -62,14 +62,14 @@ def read_state(folder: str | os.PathLike[str], now_s: float) -> RunState:
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunProgress | None:
-    """Reads how far the latest run in `folder` is. Returns None if no run has begun.
+    """Reads how far along the latest run in `folder` is. Returns None if no run has begun.
 
-    If a job is waiting for other ranks, the progress file doesn't say which ones, but the ranks'
-    event files do. There's one event file per rank, so reading them is much more expensive. We
-    therefore only do so if a job has been in the same operation for a while.
+    When a job is waiting for other ranks, the progress file doesn't say which. The ranks' event
+    files do, but there's one per rank, so reading them is far more expensive. We only do so when a
+    job has been in the same operation for a while.
 
     Raises:
-        ValueError: A file is damaged or of another version.
+        ValueError: A file is damaged, or was written by another version.
         OSError: A file can't be read.
     """
     run = read_progress(folder)
@@ -113,9 +113,9 @@ _ENDS: dict[str, str] = {
 def with_late_ranks(run: RunProgress, records: Sequence[RankRecord]) -> RunProgress:
     """Adds which ranks each job of rank 0 is waiting for, if the event files show it.
 
-    The progress comes from rank 0, which knows that a job is waiting for other ranks, but not which
-    ones. So we look into the event files of the other ranks: those that haven't begun the operation
-    in which rank 0 waits are the ones it's waiting for. Returns a new object.
+    Progress comes from rank 0, which knows that a job is waiting for other ranks but not which. The
+    other ranks' event files fill that gap: rank 0 is waiting for every rank that hasn't begun the
+    same operation yet. Returns a new object.
     """
     if run.over or not 1 < len(records) <= _MOST_RANKS or records[0].rank != 0:
         return run

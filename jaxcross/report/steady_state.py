@@ -1,9 +1,8 @@
 """Finds the part of a run to measure: a stretch of time that consists of whole rounds.
 
-If we measured between two arbitrary moments, we'd cut some steps into parts, and the measured rates
-would depend on how much of these steps happens to be inside. So we measure from the end of one step
-to the end of another step. If possible, we choose the two such that every job makes the same number
-of steps in between.
+Measuring between two arbitrary moments would cut some steps into pieces, and the measured rates
+would depend on how much of those steps happens to be inside. So we measure from the end of one step
+to the end of another, if possible with every job making the same number of steps in between.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Stretch:
 
     Attributes:
         window: Begin and end, in nanoseconds.
-        steps: For each job, the number of its steps that ended within the window. All are positive.
+        steps: For each job, how many of its steps ended within the window. Always positive.
     """
 
     window: Interval
@@ -33,15 +32,15 @@ class Stretch:
 
     @property
     def rounds(self) -> float:
-        """The number of rounds, where a round has as many steps as there are jobs.
+        """The number of rounds, where a round consists of as many steps as there are jobs.
 
-        If all jobs made the same number of steps, a round consists of one step of every job.
+        If all jobs made the same number of steps, that's one step of every job.
         """
         return sum(self.steps.values()) / len(self.steps)
 
     @classmethod
     def own(cls, timeline: Timeline, job: str) -> Self | None:
-        """Returns a job's steady state, from the end of its first step to the end of its last step.
+        """Returns a job's steady state, from the end of its first step to the end of its last.
 
         Returns None if the job made fewer than two steps.
         """
@@ -54,20 +53,19 @@ class Stretch:
     def shared(cls, timeline: Timeline, jobs: Sequence[str]) -> Self | None:
         """Returns the longest stretch of whole rounds in which all jobs were running.
 
-        We only consider the time after every job has completed its first step and before any job
-        completes its last one. In it, we look for two step ends of the same job between which all
+        We only look at the time after every job has completed its first step and before any job
+        completes its last. Within it, we search for two step ends of the same job between which all
         jobs made the same number of steps.
 
-        To find them without comparing all pairs, we note at each step end how many steps every
-        other job is ahead. If these numbers are the same at two step ends, all jobs made equally
-        many steps in between.
+        Instead of comparing all pairs, we note at each step end how many steps ahead every other
+        job is. If these numbers are the same at two step ends, all jobs made equally many steps in
+        between.
 
-        If the jobs progress at unequal rates, there may be no two moments between which all jobs
-        make the same number of steps, or only two that are close together. In that case, we measure
-        over all whole steps of the slowest job instead, and count how many steps the other jobs
-        make in this time.
+        If some jobs run faster than others, there may be no two such step ends, or only two that
+        are close together. In that case, we measure over all whole steps of the slowest job, and
+        count how many steps the other jobs make in the meantime.
 
-        Returns None if the slowest job made no whole step in this time.
+        Returns None if the slowest job didn't make a single whole step in this time.
         """
         every = {job: _ends(timeline, job) for job in jobs}
         low = max(ends[0] for ends in every.values())
@@ -88,10 +86,10 @@ class Stretch:
                     rounds = index - start
         whole = inside[slowest]
         most = len(whole) - 1
-        # It may be a coincidence that each job ends a step in this stretch, e.g. if two slow jobs
-        # happen to do so during a single step of a fast job. We'd then count one step of each of
-        # them, although the stretch is far shorter than their steps. So we only accept a stretch
-        # that is at least half as long as the steps that each job has ended in it.
+        # Every job ending a step in this stretch may be a coincidence, e.g. if two slow jobs happen
+        # to do so during a single step of a fast job. We'd then count a step of each, even though
+        # the stretch is far shorter than their steps. So only accept a stretch at least half as
+        # long as the steps that each job has ended in it.
         longest = max(_steps_ended(ends, begin, end) for ends in every.values()) if rounds else 0
         if 2 * rounds >= max(most, 1) and end > begin and 2 * (end - begin) >= longest:
             return cls((begin, end), dict.fromkeys(jobs, rounds))
@@ -108,11 +106,11 @@ class Stretch:
 def sets_together(timeline: Timeline, jobs: Sequence[str]) -> list[tuple[str, ...]]:
     """Returns the sets of two or more jobs that were in steady state at the same time.
 
-    Larger sets come first; among sets of the same size, those that were together for longer.
+    Larger sets come first; ties go to the set that was together for longer.
 
-    For each set, we also return the subsets that remain after removing the slowest job, the two
-    slowest jobs, and so on. If a slow job doesn't complete a single step, the whole set can't be
-    measured, but the other jobs may have made many steps in the meantime.
+    For each set, we also return what's left after removing the slowest job, the two slowest jobs,
+    and so on. If a slow job doesn't complete a single step, the whole set can't be measured, even
+    though the other jobs may have made plenty of steps in the meantime.
     """
     reach = {job: own.window for job in jobs if (own := Stretch.own(timeline, job)) is not None}
     moments = sorted({at for window in reach.values() for at in window})
@@ -150,7 +148,7 @@ def at_work_together(timeline_spans: Sequence[Interval]) -> int:
 def _steps_ended(ends: list[int], begin: int, end: int) -> int:
     """Returns the total length of the steps that end after `begin` and no later than `end`.
 
-    The first of these steps counts in full, even if it starts before `begin`.
+    The first of these counts in full, even if it started before `begin`.
     """
     return ends[bisect_right(ends, end) - 1] - ends[bisect_right(ends, begin) - 1]
 

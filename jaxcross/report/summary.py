@@ -22,15 +22,15 @@ LOST_TIME = {
 """The causes to which `period - bound` is attributed, in the order in which they're shown."""
 
 BRIEF = 0.1
-"""If the time over which we measured is less than this share of the run, we print a warning. Also,
-if a set of jobs was together for less than this share of the time for which another set was, we
-measure the other set.
+"""If we measured over less than this share of the run, we print a warning. Similarly, a set of jobs
+that was together for less than this share of the time of another set is passed over in favour of
+the other set.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSummary:
-    """Facts about a job that the runner knows in addition to its spans.
+    """What the runner knows about a job, apart from its spans.
 
     Attributes:
         name: The job's name.
@@ -38,22 +38,21 @@ class JobSummary:
         examples_per_step: Number of examples per step, summed over all ranks; None if unknown.
         final_loss: The last loss that it logged.
         metrics: The last value of each other metric that it logged.
-        how: Its final status: `ended`, `stopped early`, `stopped`, `failed` or `ejected`. It's the
-            same on all ranks, and was reached after step `last_step`.
+        how: Its final status: `ended`, `stopped early`, `stopped`, `failed` or `ejected`. Identical
+            across ranks, and reached after step `last_step`.
         why: The reason, if it stopped early, failed or was ejected.
-        skipped: How many of the `steps` left the state unchanged, because the values that they
-            exchanged weren't finite.
+        skipped: How many of the `steps` left the state unchanged because they exchanged values that
+            weren't finite.
         replicas: Whether all ranks ended with the same state: `equal`, `differ ...` with the first
             leaf that differs, or `not compared: ...` with the reason. Empty if there's only one
-            rank or if the job has no state.
-        first_step: Number of steps that earlier runs had made when this run resumed from their
-            checkpoint.
+            rank, or if the job has no state.
+        first_step: Number of steps made by earlier runs, if this run resumed from their checkpoint.
         unit: The unit of examples: `images` or `examples`.
         program: The program that most steps ran: `graph` (its segments), `steps` (how many steps
             ran it) and `memory` (how much memory it needs on rank 0 according to XLA, as
             `jaxcross.plan.JobMemory`). None if the job made no steps.
-        left_over: Ranks with an unused batch. A loop ends on all ranks as soon as one rank's data
-            is exhausted, and these ranks had their next batch ready at that time.
+        left_over: Ranks with an unused batch. A loop ends on all ranks as soon as any rank runs out
+            of data; by that time, these ranks had their next batch ready.
     """
 
     name: str
@@ -72,17 +71,16 @@ class JobSummary:
 
     @property
     def is_carried(self) -> bool:
-        """Whether the job's step exchanges values of the previous step.
+        """Whether the job's step exchanges values from the previous step.
 
-        An exchange is called carried if the values of one step are carried over to the next step,
-        and are exchanged while that step computes. This way, the exchange can be hidden behind the
-        job's own computation.
+        In a carried exchange, values are carried over from one step to the next and exchanged while
+        that step computes. That way, the exchange can be hidden behind the job's own computation.
         """
         return self.program is not None and bool(StepGraph.from_data(self.program["graph"]).carried)
 
     @property
     def last_step(self) -> int:
-        """The number of the job's last step, where the steps of earlier runs are counted, too."""
+        """The number of the job's last step, counting the steps of earlier runs."""
         return self.first_step + self.steps
 
 
@@ -90,25 +88,25 @@ class JobSummary:
 class JobTiming:
     """The timing of one job.
 
-    All times are seconds per step. If the job takes part in the round (one step of every job,
+    All times are in seconds per step. If the job takes part in the round (one step of every job,
     measured while all of them are in steady state), they're averaged over the same part of the run
-    as the round, so that the jobs' times add up to the round's. Otherwise they're averaged over the
-    job's own steady state.
+    as the round, which makes the jobs' times add up to the round's. Otherwise they're averaged over
+    the job's own steady state.
 
     Attributes:
         facts: The facts from the runner.
         period_s: Time from the end of one step to the end of the next; 0 if the job made fewer than
             two steps.
         compute_s: Compute time per step, averaged over ranks.
-        exchange_s: Exchange time per step, averaged over ranks, without waiting for other ranks.
-        hidden_share: Share of the job's exchange time (including waiting) in which this job or
-            another one computed on the same rank.
-        bytes_per_step: Number of bytes that one rank hands to the wire per step, averaged over the
-            whole run. Evaluations don't count.
-        steps_per_round: Number of the job's steps per round: 1 if all jobs made the same number of
-            steps, 0 if this job takes no part in the round.
-        other_calls: Number of calls that exchanged but aren't steps, such as evaluations.
-        bytes_per_other_call: Number of bytes that one rank hands to the wire per such call.
+        exchange_s: Exchange time per step, averaged over ranks, excluding waits for other ranks.
+        hidden_share: Share of the job's exchange time (including waits) during which any job was
+            computing on the same rank.
+        bytes_per_step: Number of bytes that a rank hands to the wire per step, averaged over the
+            whole run, not counting evaluations.
+        steps_per_round: How many steps the job makes per round: 1 if all jobs made the same number
+            of steps, 0 if this job takes no part in the round.
+        other_calls: Number of calls that exchanged data but aren't steps, such as evaluations.
+        bytes_per_other_call: Number of bytes that a rank hands to the wire per such call.
     """
 
     facts: JobSummary
@@ -141,34 +139,35 @@ class TimeBreakdown:
     """Where the time of a whole run went.
 
     A round is one step of every job, measured while all of them are in steady state at the same
-    time. (If the policy runs the jobs one after the other, we add up their own steps instead.) A
-    run may have no such time. It then has no round: `period_s`, `bound_s` and everything derived
-    from them are None, and `lost_s` is empty.
+    time. (If the policy runs the jobs one after the other, we add up their individual steps
+    instead.) Some runs never get there, and then there's no round: `period_s`, `bound_s` and
+    everything derived from them are None, and `lost_s` is empty.
 
     Attributes:
         jobs: The timing of each job.
         period_s: The measured length of a round on the slowest rank, i.e. the rank with the highest
-            bound. A round is one step of every job. If the jobs progress at unequal rates, a round
-            has as many steps as there are jobs, in the proportion in which the jobs made them.
-        bound_s: The shortest round that any order of the same work could achieve. It's max(sum c,
-            sum m, max(c + m)), where c and m are each job's compute and exchange time per round,
-            averaged over ranks. If a job overlaps with itself (e.g. a backward pass cut into
-            several exchanges), its c + m is shorter accordingly. None if there's no round. Also
-            None if a job of the round trains with a parameter server: we only see each of its steps
-            as a whole, so the bound would be equal to the round.
+            bound. Normally a round is one step of every job; when some jobs run faster than others,
+            it's as many steps as there are jobs, in the proportion in which the jobs made them.
+        bound_s: The shortest round that any ordering of the same work could achieve. It's max(sum
+            c, sum m, max(c + m)), where c and m are each job's compute and exchange time per round,
+            averaged over ranks. A job that overlaps with itself (e.g. because its backward pass is
+            cut into several exchanges) has a correspondingly shorter c + m. None if there's no
+            round, or if a job in the round trains with a parameter server: we only see each of its
+            steps as a whole, so the bound would equal the round.
         bottleneck: The largest of the three terms, which sets the bound: `compute`, `exchange` or
             `chain` (the longest critical path of a job). "" if there's no bound.
-        lost_s: The time `period_s - bound_s`, divided among the causes in `LOST_TIME`. No value is
-            negative, and the values add up to the difference.
+        lost_s: The time `period_s - bound_s`, broken down by the causes in `LOST_TIME`. The values
+            are never negative, and add up to the difference.
         input_share: For each storage level, the share of the jobs' waiting for batches that it
-            caused. The rest of the waiting was for the batches to be prepared.
-        hidden_share: Share of all jobs' exchange time in which any job computed on the same rank.
-        rounds: Number of rounds measured on that rank.
+            caused. The rest was spent waiting for batches to be prepared.
+        hidden_share: Share of all jobs' exchange time during which any job was computing on the
+            same rank.
+        rounds: Number of rounds measured on the slowest rank.
         in_turn: Whether the policy ran the jobs one after the other.
         steady_share: Share of the run over which the round was measured.
-        shared_share: Share of the run in which at least two jobs were at work, including compiling.
-        start_up_s: Seconds of the run in which no job was in steady state, because jobs were
-            compiling, making their first steps or winding up.
+        shared_share: Share of the run during which at least two jobs were at work or compiling.
+        start_up_s: Seconds of the run during which no job was in steady state, because jobs were
+            still compiling, making their first steps or winding up.
         wall_s: Seconds of the whole run on the rank that took longest.
     """
 
@@ -212,7 +211,7 @@ class TimeBreakdown:
 
     @property
     def examples_per_s(self) -> float | None:
-        """Examples per second of all jobs together; None if one is unknown or the units differ."""
+        """Examples per second of all jobs together; None if any is unknown or the units differ."""
         per_step = [job.facts.examples_per_step for job in self.crossed]
         known = [n for n in per_step if n is not None]
         if (

@@ -39,16 +39,16 @@ class SweepTrial:
     """One trial.
 
     Attributes:
-        number: Number of the trial. We count from 0, in the order in which the search proposed the
+        number: The trial's number, counting from 0 in the order in which the search proposed the
             trials.
         name: Name of the trial's job and of its files.
         params: The trial's parameters.
         status: `finished`, `pruned`, `failed`, or `stopped` by `job.stop`.
         step: Number of steps that the trial made.
-        value: The last logged value of the metric; None if it was never logged.
+        value: The last value logged for the metric; None if it was never logged.
         digest: A digest of the final state on all ranks, if the trial finished.
         error: Why the trial failed.
-        values: All logged values of the metric, as pairs `(step, value)`.
+        values: All values logged for the metric, as pairs `(step, value)`.
     """
 
     number: int
@@ -70,13 +70,13 @@ class SweepResult:
         metric: The metric by which trials are compared.
         mode: `max` if larger values are better, otherwise `min`.
         trials: All trials, sorted by number.
-        best: The finished trial with the best last value; if several are equal, the first of them.
+        best: The finished trial with the best last value, or the first of them in case of a tie.
             None if no trial finished with a value other than NaN.
         state: The best trial's final state. None if the trial ended before the sweep was restarted,
-            since the state isn't in this process then. In that case, read it with
+            since its state belonged to the previous process. In that case, read it with
             `jaxcross.load_checkpoint("FOLDER/checkpoints", result.best.name, state)`, where `state`
             is any state with the same structure.
-        reports: The reports of the sweep's runs. Usually there's only one run.
+        reports: The reports of the sweep's runs. Usually there's just one run.
     """
 
     metric: str
@@ -90,8 +90,9 @@ class SweepResult:
     def ranked(self) -> list[SweepTrial]:
         """The trials, best first.
 
-        Finished trials come first, sorted by their last value. Then come the pruned, the stopped
-        and the failed trials. Within each of these groups, trials that made more steps come first.
+        Finished trials come first, sorted by their last value, followed by the pruned, stopped and
+        failed trials in that order. Within each of those groups, trials that made more steps come
+        first.
         """
         sign = -1 if self.mode == "max" else 1
 
@@ -198,7 +199,7 @@ def headline(result: SweepResult) -> str:
 
 
 def exact(value: float | None) -> str:
-    """Formats a value with four significant digits, because trials often differ in the third."""
+    """Formats a value with four significant digits, as trials often differ in the third."""
     if value is None:
         return "-"
     return f"{value:.4g}"
@@ -217,7 +218,7 @@ def _draw(
     mode: str,
     answer: str,
 ) -> Path:
-    """Writes the PNG. Needs no display and changes no global state of matplotlib.
+    """Writes the PNG. Needs no display, and leaves matplotlib's global state alone.
 
     Args:
         path: Where to write the PNG.
@@ -268,7 +269,7 @@ def _draw(
 
 
 def _legend(axes: Axes, labels: Mapping[str, int]) -> None:
-    """Draws a legend of the outcomes that occur, in a fixed order, with their numbers of trials."""
+    """Draws a legend of all outcomes that occur, in a fixed order, with the number of trials."""
     handles, names = axes.get_legend_handles_labels()
     found = dict(zip(names, handles, strict=True))
     order = [label for label in _LOOKS if label in labels]

@@ -28,17 +28,17 @@ WIDTH = 110
 
 _NAME = 24
 _TEXT = 8
-"""Column widths on a narrow terminal, in characters: `_NAME` for the name of a row, `_TEXT` for
+"""Column widths on a narrow terminal, in characters: `_NAME` for the name of a row, `_TEXT` for all
 other texts. Longer texts are wrapped.
 """
 
 
 def printed_text(group: Group, most: int = WIDTH) -> str:
-    """Returns text without colours, which fits into the terminal and into `most` characters.
+    """Renders as text without colours, no wider than the terminal or `most` characters.
 
-    If a table is too wide, we first leave out its border lines and wrap its texts. Numbers are
-    never wrapped. If they still don't fit, we distribute the columns over several narrower tables.
-    Each of these tables repeats the leftmost columns, which say what each row is about.
+    If a table is too wide, we first drop its borders and wrap its texts. Numbers are never wrapped;
+    if they still don't fit, we spread the columns over several narrower tables, each of which
+    repeats the leftmost columns that say what a row is about.
     """
     out = io.StringIO()
     width = min(most, screen_width(os.environ) or most)
@@ -55,7 +55,7 @@ def printed_text(group: Group, most: int = WIDTH) -> str:
 
 
 def as_html(group: Group) -> str:
-    """Returns the text and tables as HTML for a notebook, in which you can scroll a wide table."""
+    """Renders as HTML for a notebook, where a wide table can be scrolled."""
     console = Console(
         file=io.StringIO(), width=1000, record=True, force_terminal=False, force_jupyter=False
     )
@@ -65,7 +65,7 @@ def as_html(group: Group) -> str:
 
 
 def _narrow(table: Table, width: int) -> list[Table]:
-    """Returns a table without lines, split into as many tables as its numbers require."""
+    """Drops a table's borders, and splits it into as many tables as its numbers require."""
     n_texts = next((n for n, column in enumerate(table.columns) if column.justify == "right"), 1)
     n_names = max(
         n_texts, 1 + next((n for n, column in enumerate(table.columns) if column.header), 0)
@@ -92,7 +92,7 @@ def _room(column: Column, text: int) -> int:
 
 
 def _without_lines(table: Table, columns: Sequence[Column]) -> Table:
-    """Returns a table without lines, with some columns of another table."""
+    """Returns a table without borders, with some columns of another table."""
     part = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_footer=table.show_footer)
     for column in columns:
         right = column.justify == "right"
@@ -107,11 +107,10 @@ def _without_lines(table: Table, columns: Sequence[Column]) -> Table:
 
 
 def screen_width(environ: Mapping[str, str]) -> int:
-    """Returns `COLUMNS` from the environment, or else the terminal's width; 0 if there's neither.
+    """Returns `COLUMNS` from the environment, or else the terminal's width; 0 if neither exists.
 
-    Ranks that were started by `jaxcross launch` write to a pipe, so they have no terminal that they
-    could ask for its width. Instead, the launcher passes the width of its own terminal to them as
-    `COLUMNS`.
+    Ranks started by `jaxcross launch` write to a pipe, so there's no terminal they could ask for
+    its width. Instead, the launcher passes down the width of its own terminal as `COLUMNS`.
     """
     text = environ.get("COLUMNS", "")
     if text.isdecimal():
@@ -166,9 +165,9 @@ def unit(jobs: Sequence[JobTiming]) -> str:
 def cells(rounds: TimeBreakdown, job: JobTiming) -> list[str]:
     """Returns the cells of a job: steps, steps/s, examples/s, compute, exchange and hidden share.
 
-    The last row of the table shows the sums over a round, i.e. over one step of every job. A job
-    that takes no part in the round isn't included in these sums. If we showed its times, the
-    columns wouldn't add up to the last row, so all its cells except the steps are `-`.
+    The table's last row sums up a round, i.e. one step of every job. A job that takes no part in
+    the round isn't included in these sums. Showing its times anyway would look as if the columns
+    didn't add up, so all of its cells except the steps are `-`.
     """
     facts = job.facts
     steps = str(facts.steps)
@@ -196,7 +195,7 @@ def totals(rounds: TimeBreakdown) -> list[str]:
 
 
 def a_round(rounds: TimeBreakdown) -> str:
-    """Returns a description of which steps make up a round."""
+    """Describes which steps make up a round."""
     if all(job.steps_per_round == 1 for job in rounds.crossed):
         if len(rounds.crossed) == len(rounds.jobs):
             return "one step of every job"
@@ -207,7 +206,7 @@ def a_round(rounds: TimeBreakdown) -> str:
 
 
 def too_small(rounds: TimeBreakdown) -> str:
-    """Returns a warning if the votes take longer than overlapping could save, otherwise ""."""
+    """Returns a warning if votes take longer than overlap could save, otherwise ""."""
     jobs = len(rounds.crossed)
     if rounds.bound_s is None or rounds.in_turn or jobs < 2:
         return ""
@@ -356,7 +355,7 @@ def _with_round(rounds: TimeBreakdown) -> list[str]:
 def _level(rounds: TimeBreakdown, cause: str) -> str:
     """Names the storage level that caused the most waiting for batches.
 
-    Returns "" if it caused little waiting, or if the cause isn't `input`.
+    Returns "" if it didn't cause much, or if the cause isn't `input`.
     """
     level = max(rounds.input_share, key=lambda each: rounds.input_share[each], default="")
     if cause != "input" or not level or rounds.input_share[level] < BRIEF:

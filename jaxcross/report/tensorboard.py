@@ -16,11 +16,11 @@ from jaxcross.report.metric_files import flatten_metrics
 class TensorBoard(Instrument):
     """Writes the numbers that jobs log to event files, with one folder per job.
 
-    Pass this object to `instruments` on one rank only.
+    Only pass it to `instruments` on a single rank.
 
-    A run that resumes from a checkpoint repeats the steps after that checkpoint, so it logs them a
-    second time. From the first repeated step on, TensorBoard then shows only the new values. If a
-    run is killed, the values of its last seconds may be missing.
+    A resumed run repeats the steps after its checkpoint, which means that they're logged twice.
+    From the first repeated step on, TensorBoard only shows the new values. If a run is killed, the
+    values of its last few seconds may be missing.
 
     Args:
         folder: The folder for `tensorboard --logdir`.
@@ -49,9 +49,9 @@ class TensorBoard(Instrument):
         if writer is None:
             from tensorboardX import SummaryWriter
 
-            # If this run resumes a killed run, that run may already have logged some of the steps
-            # that this one will log again. `purge_step` makes TensorBoard hide all earlier values
-            # from this step on, so that the old curve doesn't overlap with the new one.
+            # If this run resumes a killed run, it may be about to repeat steps that the killed run
+            # has already logged. `purge_step` tells TensorBoard to hide all earlier values from
+            # this step on, so the old curve doesn't overlap with the new one.
             writer = SummaryWriter(
                 str(self._folder / quote(job, safe=" ")), purge_step=step, flush_secs=5
             )
@@ -63,17 +63,17 @@ class TensorBoard(Instrument):
     def note(
         self, *, job: str, kind: str, step: int = -1, value: float | str | None = None
     ) -> None:
-        """Writes the remaining values of a job that has ended. Waits for the disk."""
+        """Writes out the remaining values of a job that has ended. Waits for the disk."""
         del step, value
         if kind not in ("done", "closed"):
             return
         writer = self._writers.pop(job, None)
         if writer is not None:
-            # `flush` would leave out values that the writer's thread hasn't processed yet.
+            # `flush` would miss values that the writer's thread hasn't gotten to yet.
             writer.close()
 
     def close(self) -> None:
-        """Writes the remaining values of all other jobs. Also called when the process exits."""
+        """Writes out the remaining values of all other jobs. Also called at process exit."""
         while jobs := list(self._writers):
             for job in jobs:  # another thread may call `note` for one of these at the same time
                 self.note(job=job, kind="closed")

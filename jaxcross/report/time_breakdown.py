@@ -1,28 +1,29 @@
 """Compares the length of a run's rounds with the bound, and explains the difference.
 
 **Round.** A round is one step of every job. We measure whole rounds while all jobs are in steady
-state at the same time: after every job has completed its first step (in which it compiles, and
-touches each memory page for the first time), and before any job completes its last step.
+state at the same time: after every job has completed its first step (which includes compiling, and
+touching each memory page for the first time), and before any job completes its last.
 
-If the jobs were never in steady state at the same time, or only very briefly, the round covers only
-the largest set of jobs that were together for long enough.
+If the jobs were never all in steady state at once, or only very briefly, the round just covers the
+largest set of jobs that were together for long enough.
 
-The `Sequential` policy runs the jobs one after the other, so they are never in steady state at the
-same time. For such a run, we take the sum of one step of each job as the round. This way, its
-rounds can be compared with those of a run in which the jobs overlap. With any other policy, a run
-in which no jobs were together has no round, and we report none.
+The `Sequential` policy runs the jobs one after the other, so they're never in steady state at the
+same time. For these runs, we define the round as the sum of one step of each job, which makes it
+comparable with the rounds of a run in which the jobs overlap. With any other policy, a run in which
+no jobs were together has no round, and we don't report any.
 
 **Bound.** The bound is the shortest time that a round could take. A lane does one thing at a time,
-so a round takes at least as long as the work of the busiest lane. It also takes at least as long as
-the compute and exchange of any single job, because a job's steps follow one another.
+so a round can't be shorter than the work of the busiest lane. Nor can it be shorter than the
+compute and exchange of any single job, since a job's steps follow one another.
 
-We measure the work of a round over exactly the same time as its length. Otherwise the bound could
-come out longer than the round, because the jobs don't work at the same rate throughout the run.
+We measure the amount of work per round over the same time window as the duration of a round. Jobs
+don't work at the same rate throughout a run, so otherwise the bound could come out longer than the
+round.
 
-**Losses.** If the bottleneck (the busiest lane, or the job with the longest critical path) worked
-all the time, the round would be as short as the bound. So we look at each gap in which the
-bottleneck was idle, on the rank with the highest bound, and attribute the gap to one cause. As a
-result, the losses add up to the difference between round and bound.
+**Losses.** If the bottleneck (the busiest lane, or the job with the longest critical path) never
+paused, the round would be as short as the bound. So we take the rank with the highest bound, look
+at each gap in which its bottleneck was idle, and attribute the gap to a cause. That way, the losses
+add up to the difference between round and bound.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from jaxcross.report.timeline import Timeline, in_lane_order, numbered_votes, sh
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """The three lower bounds of a round, in nanoseconds. `critical_path` has one per job."""
+    """The three lower bounds on a round, in nanoseconds. `critical_path` has one for each job."""
 
     compute: float
     exchange: float
@@ -78,12 +79,11 @@ class _Terms:
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredRank:
-    """One rank's timeline and the time we measure on it.
+    """One rank's timeline, and which part of it we measure.
 
-    The attribute `own` holds, for each job, the part of the run in which this job was in steady
-    state. The attribute `stretches` holds the parts over which we measure the round (one step of
-    every job): usually a single part in which all jobs ran together, but one part per job if the
-    jobs run one after the other.
+    For each job, `own` is the part of the run in which that job was in steady state. `stretches`
+    are the parts over which we measure the round (one step of every job): usually a single part in
+    which all jobs ran together, or one part per job if they ran one after the other.
     """
 
     timeline: Timeline
@@ -94,12 +94,12 @@ class _MeasuredRank:
     def of_all(
         cls, timelines: Mapping[int, Timeline], jobs: Sequence[str], *, in_turn: bool
     ) -> dict[int, _MeasuredRank]:
-        """Chooses on which part of the run to measure the round.
+        """Chooses the part of the run over which to measure the round.
 
-        Normally, we measure the round (one step of every job) over the time in which all jobs are
-        in steady state together. If there's no such time, we use the largest set of two or more
-        jobs for which there is one. If this set was together for less than a tenth of the time of
-        another, smaller set, we use the smaller one.
+        Normally, we measure the round (one step of every job) while all jobs are in steady state
+        together. If that never happens, we fall back to the largest set of two or more jobs for
+        which it does. If this set was together for less than a tenth of the time of a smaller set,
+        we use the smaller set instead.
 
         The set is the same on every rank.
         """
@@ -110,8 +110,8 @@ class _MeasuredRank:
             for rank, timeline in timelines.items()
         }
         # Jobs that run one after the other are never in steady state at the same time, so no part
-        # of the run contains a step of every job. Instead, we measure each job while it runs, and
-        # then add up the jobs' times per step.
+        # of the run contains a step of every job. Instead, measure each job while it runs, and add
+        # up the jobs' times per step.
         if in_turn or not any(len(stretches) > 1 for stretches in own.values()):
             return {
                 rank: cls(timeline, own[rank], tuple(own[rank].values()))
@@ -129,10 +129,10 @@ class _MeasuredRank:
             }
             if shared:
                 found.append((max(s.window[1] - s.window[0] for s in shared.values()), shared))
-        # A round should cover as many jobs as possible, even if these were together for a shorter
-        # time. But over a very short time, the measured rates depend on which steps happen to end
-        # just within it. So we only consider sets of jobs that were together for at least a tenth
-        # as long as the set that was together longest.
+        # A round should cover as many jobs as possible, even if they weren't together for as long.
+        # But over a very short time, the measured rates depend on which steps happen to end just
+        # within it. So only consider sets of jobs that were together for at least a tenth as long
+        # as the set that was together the longest.
         longest = max((length for length, _ in found), default=0)
         enough = [shared for length, shared in found if length >= BRIEF * longest]
         shared = max(enough, key=lambda shared: len(next(iter(shared.values())).steps), default={})
@@ -165,7 +165,7 @@ class _MeasuredRank:
         )
 
     def lost(self) -> dict[str, float]:
-        """Returns for how many nanoseconds per round this rank's bottleneck was idle, by cause.
+        """Returns how many nanoseconds per round this rank's bottleneck was idle, by cause.
 
         The values add up to the length of the rank's round minus the rank's own bound.
         """
@@ -178,11 +178,11 @@ class _MeasuredRank:
         return lost
 
     def measured(self, job: str) -> Stretch | None:
-        """Returns the part of the run on which we measure this job's own numbers.
+        """Returns the part of the run over which we measure this job's own numbers.
 
-        If the job takes part in the round (one step of every job), we measure it over the same time
-        as the round, so that the jobs' times add up to the round's. Otherwise we use the job's own
-        steady state. Returns None if the job made too few steps to have one.
+        If the job takes part in the round (one step of every job), we use the same time as for the
+        round, which makes the jobs' times add up to the round's. Otherwise we use the job's own
+        steady state, or return None if it made too few steps to have one.
         """
         with_others = (stretch for stretch in self.stretches if job in stretch.steps)
         return next(with_others, self.own.get(job))
@@ -195,7 +195,7 @@ def break_down(
     *,
     in_turn: bool = False,
 ) -> TimeBreakdown:
-    """Breaks down the time of a run.
+    """Breaks down where the time of a run went.
 
     Args:
         spans: The spans of all ranks. The ranks' clocks needn't be aligned.
@@ -215,8 +215,8 @@ def break_down(
     }
     ranks = _MeasuredRank.of_all(timelines, names, in_turn=in_turn)
     measured = {rank: part.terms for rank, part in ranks.items() if part.stretches}
-    # In every exchange, the other ranks wait for the rank that has the most work, i.e. the one with
-    # the highest bound. So it's this rank that determines how long a round takes.
+    # In every exchange, the other ranks end up waiting for the rank with the most work (i.e. the
+    # highest bound), so it's this rank that determines how long a round takes.
     decisive = max(measured, key=lambda rank: measured[rank].bottleneck[0], default=min(ranks))
     part = ranks[decisive]
     wall = max(wall_ns.values(), default=0)
@@ -225,16 +225,14 @@ def break_down(
     bound = None
     bottleneck = ""
     lost = {}
-    # If a job trains with a parameter server, each of its steps is recorded as a single span, so we
-    # don't know when it computed and when it exchanged. A bound that is computed from such spans
-    # would always be equal to the measured round, which wouldn't tell us anything, so we don't
-    # compute one.
+    # When a job trains with a parameter server, each of its steps is recorded as a single span, so
+    # we can't tell its compute from its exchange. A bound computed from such spans would always
+    # equal the measured round, which is no use to anyone, so we don't report any.
     served = {span.job for span in spans if span.label == PARAMETER_SERVER}
     if measured and not any(served & stretch.steps.keys() for stretch in part.stretches):
-        # Some ranks may have more work than others. We report the bound for the mean work per rank,
-        # because that's how short a round could be if the work were spread evenly. The bound of the
-        # slowest rank is higher, and the difference between these two bounds is the time lost to
-        # imbalance.
+        # Some ranks may have more work than others. Report the bound for the mean work per rank,
+        # since that's how short a round could be if the work were spread evenly. The slowest rank
+        # has a higher bound; the difference between the two is the time lost to imbalance.
         bound, bottleneck = _Terms.mean(list(measured.values())).bottleneck
         lost = part.lost()
         lost["imbalance"] = measured[decisive].bottleneck[0] - bound
@@ -258,8 +256,8 @@ def break_down(
 def _critical_path(timeline: Timeline, job: str) -> list[Interval]:
     """Returns the time in which the job computed or exchanged.
 
-    A job's steps follow one another, so a round (one step of every job) can't be shorter than the
-    compute and exchange of one step of this job.
+    A job's steps follow one another, so a round (one step of every job) can't take less time than
+    the compute and exchange of a single step of this job.
     """
     return merge_intervals([*timeline.compute.get(job, []), *timeline.transfer.get(job, [])])
 
@@ -267,8 +265,8 @@ def _critical_path(timeline: Timeline, job: str) -> list[Interval]:
 def _busiest(lanes: Mapping[int, list[Interval]], stretch: Stretch) -> list[Interval]:
     """Returns the work of the busiest lane.
 
-    A lane does one thing at a time, so a round takes at least as long as the work of its busiest
-    lane. We can't add up the work of several lanes, because they may work at the same time.
+    A lane does one thing at a time, so a round can't be shorter than the work of its busiest lane.
+    Adding up the work of several lanes would be wrong, since they can work at the same time.
     """
     return max(lanes.values(), key=lambda lane: _inside(lane, stretch), default=[])
 
@@ -278,7 +276,7 @@ def _inside(intervals: list[Interval], stretch: Stretch) -> int:
 
 
 def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -> dict[str, int]:
-    """Returns for how many nanoseconds the bottleneck was idle, by cause.
+    """Returns how many nanoseconds the bottleneck was idle, by cause.
 
     `longest` is the job with the longest critical path, which is the bottleneck if its name is
     `chain`.
@@ -297,18 +295,18 @@ def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -
     }[bottleneck]
     left = subtract([stretch.window], busy)
     if bottleneck == "chain":
-        # Here the bottleneck is a job, the one with the longest critical path, so a gap is a time
-        # in which this job does nothing. If a lane works for other jobs during the gap, our job may
-        # have to wait for that work. So we don't count this time as lost to dispatch, even if some
-        # other segment was ready to start.
+        # Here the bottleneck is a job (the job with the longest critical path), and a gap is time
+        # in which it does nothing. If a lane works for other jobs during the gap, our job may have
+        # to wait for that work, so this time doesn't count as lost to dispatch, even if some other
+        # segment was ready to start.
         late = subtract(late, working)
         # `late` includes any time in which an exchange was ready but hadn't begun. If the exchange
-        # lane was voting at that time, the exchange had to wait for the vote, so we blame the vote
-        # rather than the dispatch. We don't do this for compute segments: they run on other lanes,
-        # so a vote can't hold them up.
+        # lane was busy voting at that time, it's the vote that held up the exchange, so we blame
+        # the vote instead of dispatch. Compute segments are different: they run on other lanes,
+        # where a vote can't hold them up.
     voting = late if bottleneck != "compute" else []
-    # Several causes may explain the same gap. We attribute it to the first of them in this list, so
-    # the order matters: specific causes must come before general ones.
+    # Several causes may explain the same gap. We attribute it to the first match in this list, so
+    # specific causes must come before general ones.
     causes = [
         ("host", intersect(timeline.together, voting)),
         ("votes", intersect(timeline.vote, voting)),
@@ -316,9 +314,9 @@ def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -
         ("dispatch", late),
         ("peer", timeline.peer),
         ("order", working),
-        # While the lane can't work for some other reason, a vote or the preparation of a batch
-        # doesn't cost any additional time. So these causes come late in the list, where they only
-        # get the time that no earlier cause explains.
+        # Votes and the preparation of batches don't cost any extra time while the lane can't work
+        # anyway. That's why they come this late in the list, where they only get the time that's
+        # still unexplained.
         ("host", timeline.host),
         ("votes", timeline.vote),
         ("peer", timeline.vote_peer),
@@ -365,7 +363,7 @@ def _job_timing(
 def _cost(rank: _MeasuredRank, job: str) -> tuple[float, float] | None:
     """Returns the nanoseconds of compute and of exchange per step on one rank.
 
-    If the job was never in steady state, returns the mean over all of its steps.
+    Falls back to the mean over all steps if the job was never in steady state.
     """
     timeline = rank.timeline
     stretch = rank.measured(job)
@@ -380,7 +378,7 @@ def _cost(rank: _MeasuredRank, job: str) -> tuple[float, float] | None:
 
 
 def _input_share(rank: _MeasuredRank, spans: Sequence[Span]) -> dict[str, float]:
-    """Returns which share of the measured waiting for batches each storage level caused."""
+    """Returns each storage level's share of the measured time spent waiting for batches."""
     windows = merge_intervals(stretch.window for stretch in rank.stretches)
     lengths: dict[str, int] = defaultdict(int)
     for span in spans:
@@ -408,7 +406,7 @@ def _hidden(ranks: Iterable[_MeasuredRank], jobs: Sequence[str]) -> float:
 
 
 def _at_work(spans: Sequence[Span]) -> list[Interval]:
-    """Returns, for each job, the time from its first span to its last."""
+    """Returns the time from the first to the last span of each job."""
     reach: dict[str, Interval] = {}
     for span in spans:
         if span.job:

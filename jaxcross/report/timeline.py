@@ -1,22 +1,23 @@
 """One rank's spans as sets of time: when each lane worked, waited for other ranks, or was idle.
 
-We compute the numbers of a report by set operations on time. For example, to find out how much of a
-job's exchange is hidden, we intersect the time in which the job exchanged with the time in which
-any job computed.
+The numbers in a report come from set operations on time. For example, to find out how much of a
+job's exchange is hidden, we intersect the time it spent exchanging with the time in which any job
+was computing.
 
-This module makes these sets from a rank's spans, i.e. from its records of when something began and
-ended. The raw spans can't be used directly, for two reasons:
+This module builds these sets from a rank's spans, i.e. from its records of when something began and
+ended. There are two reasons why raw spans won't do:
 
-- A compute span begins when the segment is enqueued on the device. The device may still be busy
-  with earlier segments at that time, so spans on the same lane overlap. `in_lane_order` clips them.
-- An exchange span begins when this rank enters the collective. Until the last rank has entered it,
-  nothing is transferred, and this rank only waits. A rank can't observe when the others enter, and
-  comparing the ranks' clocks isn't accurate enough.
+- A compute span begins when its segment is enqueued on the device. The device may still be busy
+  with earlier segments at that point, which makes spans on the same lane overlap. `in_lane_order`
+  clips them.
+- An exchange span begins when this rank enters the collective. Nothing is transferred until the
+  last rank has joined in, so until then this rank is merely waiting. It has no way to observe when
+  the others enter, and the ranks' clocks aren't aligned well enough to compare times.
 
-  But the rank that entered last didn't wait at all, so its span is as long as the transfer. Hence
-  the shortest span of an exchange over all ranks tells how long the transfer took
-  (`shortest_exchanges`), and any longer span begins with a wait (`_arrival`). This only compares
-  lengths, so it doesn't matter whether the clocks are aligned.
+  The last rank to enter doesn't wait at all, though, so its span is as long as the transfer. Hence
+  the shortest span of an exchange across all ranks tells us how long the transfer took
+  (`shortest_exchanges`), and any longer span begins with a wait (`_arrival`). Since we only compare
+  lengths, the clocks needn't be aligned.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from jaxcross.interleave import ON_ALL_RANKS, PARAMETER_SERVER, Span
 from jaxcross.report.intervals import Interval, intersect, merge_intervals
 
 ExchangeKey = tuple[str, int, int]
-"""The job, the number of its call and the segment, which together identify a collective across
+"""The job, the number of its call, and the segment. Together they identify a collective across
 ranks.
 """
 
@@ -39,17 +40,17 @@ ranks.
 def in_lane_order(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Clips compute spans so that spans on the same lane don't overlap.
 
-    The span of a compute segment begins when the segment is enqueued on the device. But the device
-    runs its queue in order, so a segment that was enqueued while the previous one was running only
-    starts when that one has ended. We move the begin of its span to this moment, because otherwise
-    the device's busy time would be counted twice.
+    A compute segment's span begins when the segment is enqueued on the device. But the device runs
+    its queue in order, so a segment enqueued while another is still running doesn't start until the
+    other segment is done. We move the beginning of its span to that moment; otherwise the device's
+    busy time would be counted twice.
     """
     last_end: dict[tuple[int, int], int] = {}
     clipped: list[Span] = []
     for span in sorted(spans, key=lambda s: (s.start_ns, s.end_ns)):
         if span.kind == "compute":
             lane = (span.rank, span.lane)
-            # A span must not become negative if it ends before its predecessor.
+            # Don't let a span become negative if it ends before its predecessor does.
             start = min(max(span.start_ns, last_end.get(lane, span.start_ns)), span.end_ns)
             if start != span.start_ns:
                 span = replace(span, start_ns=start)
@@ -59,12 +60,12 @@ def in_lane_order(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def numbered_votes(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Replaces each vote's step by a number that identifies the vote across ranks.
+    """Replaces each vote's step with a number that identifies the vote across ranks.
 
-    We need to know which votes on different ranks are the same vote. All ranks take part in all
-    votes in the same order, so a vote's position in this order identifies it. But in a long run,
-    each rank keeps only its latest spans, and may have discarded a different number of votes than
-    the others. So we count backwards from the last vote, which all ranks have kept.
+    We need to match up the votes of different ranks. All ranks take part in all votes in the same
+    order, so a vote's position in that order identifies it. In a long run, though, ranks only keep
+    their latest spans, and may have discarded different numbers of votes. So we count backwards
+    from the last vote, which all ranks still have.
     """
     spans = tuple(spans)
     left = Counter(span.rank for span in spans if span.kind == "vote")
@@ -80,11 +81,11 @@ def numbered_votes(spans: Iterable[Span]) -> tuple[Span, ...]:
 def shortest_exchanges(spans: Iterable[Span]) -> dict[ExchangeKey, int]:
     """Returns the nanoseconds that each exchange or numbered vote took on its fastest rank.
 
-    The rank that enters an exchange last doesn't have to wait for any other rank, so its span is
-    the shortest, and is as long as the transfer itself.
+    The last rank to enter an exchange doesn't have to wait for anyone else, so its span is the
+    shortest, and just as long as the transfer itself.
 
-    Parameter-server messages are left out. Ranks send them independently of each other, so the
-    messages for step n on two ranks don't belong together.
+    Parameter-server messages are left out. Ranks send them independently, so there's no connection
+    between two ranks' messages for step n.
     """
     on_rank: dict[tuple[ExchangeKey, int], int] = defaultdict(int)
     for span in spans:
@@ -104,8 +105,8 @@ class Timeline:
         rank: The rank.
         compute: For each job, when its compute segments ran.
         exchange: For each job, when its exchanges ran, including waiting for other ranks.
-        transfer: For each job, the part of `exchange` in which data was transferred, i.e. after the
-            last rank had entered the exchange.
+        transfer: For each job, the part of `exchange` in which data was being transferred, i.e.
+            after the last rank had entered the exchange.
         computing: When compute segments of any job ran.
         compute_lanes: For each compute lane, by its number, when it worked. A lane does one thing
             at a time, but several lanes can work at the same time.
@@ -121,9 +122,9 @@ class Timeline:
         late_compute: When a compute lane was idle even though its next segment was ready.
         late_exchange: When the next exchange was ready but its exchange lane hadn't begun it. The
             lane may have been voting at that time.
-        step_ends: For each job, the number of each step and the end of its last segment, in the
-            order of steps. Calls that aren't steps, such as evaluations, aren't listed here, but
-            their work is included in the other attributes.
+        step_ends: For each job, the number of each step and the end of its last segment, in step
+            order. Calls that aren't steps, such as evaluations, aren't listed here, but the other
+            attributes do include their work.
     """
 
     rank: int
@@ -147,8 +148,8 @@ class Timeline:
     def of(cls, rank: int, spans: Sequence[Span], shortest: Mapping[ExchangeKey, int]) -> Timeline:
         """Builds the timeline of `rank`. Ignores spans of other ranks.
 
-        The spans must come from `in_lane_order`. `shortest` comes from `shortest_exchanges`, for
-        which the spans of all ranks are needed.
+        The spans must come from `in_lane_order`. `shortest` comes from `shortest_exchanges`, which
+        needs the spans of all ranks.
         """
         own = [span for span in spans if span.rank == rank]
         compute: dict[str, list[Interval]] = defaultdict(list)
@@ -162,9 +163,9 @@ class Timeline:
         ends: dict[str, dict[int, int]] = defaultdict(dict)
         for span in own:
             if span.kind == "vote":
-                # A span of the kind `vote` is either a vote on what to run next, or a collective
-                # call that a job made, since both run on the exchange lane. A collective call is
-                # work of the job rather than overhead, so we keep it apart.
+                # A `vote` span is either a vote on what to run next or a collective call made by a
+                # job, since both run on the exchange lane. Keep the latter apart, because it's the
+                # job's own work and not overhead.
                 arrived = _arrival(span, shortest)
                 (together if span.label == ON_ALL_RANKS else vote).append((arrived, span.end_ns))
                 vote_peer.append((span.start_ns, arrived))
@@ -214,9 +215,9 @@ class Timeline:
     def without_undone(self, made: Mapping[str, int]) -> Self:
         """Returns the timeline without the ends of incomplete steps.
 
-        If a job fails or stops in the middle of a step, this step doesn't count, but we've already
-        recorded some of its spans. `made` is the number of steps that each job completed, so we
-        drop all step ends beyond that number.
+        A step doesn't count if the job fails or stops in the middle of it, but by then we've
+        already recorded some of its spans. `made` is the number of steps that each job completed;
+        any step ends beyond that are dropped.
         """
         return replace(
             self,
@@ -237,13 +238,13 @@ def _arrival(span: Span, shortest: Mapping[ExchangeKey, int]) -> int:
 
 
 def _late(spans: Iterable[Span]) -> list[Interval]:
-    """Returns when a span hadn't begun even though its lane was free and its inputs were ready."""
+    """Returns when spans hadn't begun even though their lane was free and their inputs ready."""
     free: dict[int, int] = {}
     late: list[Interval] = []
     for span in sorted(spans, key=lambda s: (s.start_ns, s.end_ns)):
-        # A segment can start once its inputs are ready and its lane has ended the previous segment,
-        # so the late time begins at the later of these two moments. If the span began before that,
-        # the interval is empty, and `merge_intervals` drops it.
+        # A segment can start once its inputs are ready and its lane is done with the previous
+        # segment, whichever comes last. From then on it's late. If the span began earlier, the
+        # interval is empty, and `merge_intervals` drops it.
         late.append((max(span.ready_ns, free.get(span.lane, span.ready_ns)), span.start_ns))
         free[span.lane] = max(span.end_ns, free.get(span.lane, span.end_ns))
     return merge_intervals(late)

@@ -8,7 +8,7 @@ _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
 def number(value: float | None) -> str:
-    """Formats a number with about three significant digits. Uses an exponent only if it must."""
+    """Formats a number with about three significant digits. Avoids exponents if it can."""
     if value is None:
         return "-"
     if value == 0 or 1e-4 <= abs(value) < 1e6:
@@ -22,7 +22,7 @@ def number(value: float | None) -> str:
 
 
 def as_float(value: float) -> float:
-    """Returns a number as a float. Ints beyond the range of floats become infinite."""
+    """Converts a number to a float. Ints that are too large for a float become infinite."""
     try:
         return float(value)
     except OverflowError:

@@ -1,7 +1,7 @@
 """Threads that run the segments of several jobs on one device, as `interleave` decides.
 
 driver            passes events to the interleaver, and the interleaver's instructions to threads;
-                  notes facts about jobs in the flight recorder
+                  writes notes about jobs to the flight recorder
 router            puts each instruction into the right thread's queue, and starts job threads
 lanes             the threads of the compute lane and of the exchange lane
 job_record        what the driver stores about a job, and about one call of its step

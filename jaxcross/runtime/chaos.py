@@ -16,11 +16,11 @@ VARIABLE = "JAXCROSS_CHAOS"
 
 
 class Chaos:
-    """Random delays. Each thread draws its own, from its name, the seed and the rank.
+    """Random delays. Each thread draws its own, based on its name, the seed and the rank.
 
-    The delays are reproducible, so a test that has failed can be repeated: with the same seed, a
-    thread's n-th call always gets the same delay. Delays must not affect results, so whatever the
-    seed, the results of a run must be bitwise identical.
+    Delays are reproducible, so you can rerun a failed test: with the same seed, a thread's n-th
+    call always gets the same delay. Delays must not affect results, so a run has to give bitwise
+    identical results for every seed.
 
     Args:
         seed: An arbitrary number.
@@ -35,10 +35,10 @@ class Chaos:
         self._never = threading.Event()  # never set; for waiting without `time.sleep`
 
     def pause(self) -> None:
-        """Waits for a few milliseconds in some of the calls."""
+        """Waits for a few milliseconds, but only in some calls."""
         draw: random.Random | None = getattr(self._own, "draw", None)
         if draw is None:
-            # `hash` would be different in each process, because Python randomizes it for strings.
+            # `hash` differs between processes, because Python randomizes it for strings.
             name = f"{self.seed} {self.rank} {threading.current_thread().name}"
             draw = self._own.draw = random.Random(zlib.crc32(name.encode()))
         if draw.random() < _LATE:
@@ -47,7 +47,7 @@ class Chaos:
 
 
 class LateQueue(SimpleQueue[Any]):
-    """A queue whose readers are delayed in some of their calls."""
+    """A queue that delays its readers in some of their calls."""
 
     def __init__(self, chaos: Chaos) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
 """Runs a function on all ranks at once. If it fails on one rank, it fails on all of them.
 
-The function may communicate, and it may fail on a single rank, e.g. because a disk is full. The
-other ranks would then wait for that rank's next message forever. To prevent that, the ranks compare
-their states before every message and at the end: is each of them about to send the same kind of
-message, or done, or has it failed? If the states differ, all ranks raise an error instead of
-communicating. This costs an additional small all-reduce per message.
+The function may communicate, and it may fail on a single rank, e.g. because a disk is full, in
+which case the other ranks would wait for that rank's next message forever. To prevent that, the
+ranks compare notes before every message and at the end: are they all about to send the same kind of
+message, or are they all done, or has any of them failed? If their states differ, all ranks raise an
+error instead of communicating. This costs an extra small all-reduce per message.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _FAILED, _DONE, _GATHERS, _REDUCES = range(
 
 @final
 class CollectiveCall(Generic[T]):
-    """A function that a job's thread requests, and that the exchange lane runs.
+    """A function that a job's thread asks the exchange lane to run.
 
-    Keeps the result, or the exception, until the job's thread fetches it.
+    Holds on to the result or the exception until the job's thread picks it up.
 
     Attributes:
         what: A short description, identical across ranks.
@@ -47,7 +47,8 @@ class CollectiveCall(Generic[T]):
     def run(self, control: Control) -> None:
         """Runs the function, in the exchange lane's thread. Waits for all ranks.
 
-        If the function raises, the exception is kept. It's raised by `result`, in the job's thread.
+        If the function raises, the exception is stored for `result` to re-raise in the job's
+        thread.
         """
         try:
             self._values = (run_collectively(self._work, control),)
@@ -66,8 +67,8 @@ def run_collectively(work: Callable[[Control], T], control: Control) -> T:
     """Runs `work(control)` on every rank and returns its result. Waits for all ranks.
 
     Raises:
-        JobError: `work` has failed on another rank but not on this one, or the ranks communicate in
-            different ways.
+        JobError: `work` has failed on another rank but not on this rank, or the ranks communicate
+            in different ways.
         Exception: Whatever `work` raises.
     """
     compared = _ComparingControl(control)
@@ -116,10 +117,10 @@ class _ComparingControl:
             JobError: The ranks' states differ now or differed earlier, or a rank has failed.
         """
         if self._broken is None:
-            # To compare the states of all ranks, we take the minimum of the state and of its
-            # negation, in a single all-reduce. This gives the smallest and the largest state, which
-            # are equal only if all states are. A failure is the smallest possible state, so it's
-            # detected even if just one rank has failed.
+            # A single all-reduce takes the minimum of the ranks' states and of their negations.
+            # This yields the smallest and the largest state, which are equal only if all states
+            # are. A failure is the smallest possible state, so we notice it even if only one rank
+            # has failed.
             low, high = self._control.allreduce_min(np.array([mine, -mine], np.int64))
             if low == _FAILED:
                 texts = self._control.allgather_text(text)

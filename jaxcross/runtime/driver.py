@@ -1,21 +1,21 @@
 """Runs the jobs of one rank: carries out in threads what the interleaver decides.
 
-The interleaver decides everything, but it's a pure state machine that can't start a thread or wait.
-The driver connects it to the real world. Every thread of a run (two for the compute lane, one for
-the exchange lane, and one per job) reports what has happened as an event to `Driver.post`. The
-driver passes the event to the interleaver, and the resulting instructions to the threads that have
-to carry them out.
+The interleaver makes all the decisions, but as a pure state machine, it can't start a thread or
+wait. The driver connects it to the real world. Every thread of a run (two for the compute lane, one
+for the exchange lane, and one per job) posts what has happened as an event to `Driver.post`. The
+driver passes the event on to the interleaver, and hands the resulting instructions to the threads
+that carry them out.
 
-`post` takes a lock, and puts the instructions into the threads' queues before it releases the lock.
-This is important for the exchange lane: the interleaver returns its instructions in an order that's
-the same on all ranks. If the lock was released between the decision and the queueing, two threads
-could queue their instructions in the wrong order on one rank, and the ranks would deadlock. Apart
-from these queues, the threads share almost nothing, so this one lock is enough.
+`post` takes a lock, and holds it until the instructions are in the threads' queues. This matters
+for the exchange lane, because the interleaver returns its instructions in the same order on all
+ranks. If we released the lock between decision and queueing, two threads could queue their
+instructions in the wrong order on one rank, and the ranks would deadlock. Apart from these queues,
+the threads share next to nothing, so this one lock is enough.
 
-To avoid deadlocks, the driver never waits for anything while it holds the lock. Before it passes a
-text to the runner's callback, it releases the lock, because the callback may take other locks.
+To avoid deadlocks, the driver never waits for anything while it holds the lock, and it releases the
+lock before passing a text to the runner's callback, which may take other locks.
 
-In this module, a job is a `JobRecord`. The interleaver's job numbers occur only in events and
+In this module, a job is a `JobRecord`. The interleaver's job numbers only appear in events and
 instructions.
 """
 
@@ -68,8 +68,8 @@ class Driver:
 
     Args:
         world: Provides the rank, the number of ranks, control messages and the watchdog.
-        jobs: For each job, its name and a function that makes its thread. At its end, the thread
-            must call `job_returned` or `job_raised`.
+        jobs: For each job, its name and a function that creates its thread. The thread must end by
+            calling `job_returned` or `job_raised`.
         policy: Chooses the next job on each lane.
         depth: Maximum number of compute segments on the device at once.
         listeners: Receive all spans and notes of the run.
@@ -84,8 +84,8 @@ class Driver:
         records: The jobs with which the run began, in the order of `jobs`.
         router: Holds the jobs by number, and carries out instructions on them.
         start_gate: Keeps the jobs in order at a joint start.
-        interrupt: The first exception that a signal handler has raised on this rank. The other
-            ranks only learn about it because the run stops.
+        interrupt: The first exception that a signal handler has raised on this rank. All that the
+            other ranks get to see is that the run stops.
         terminated: Whether this rank has received SIGTERM.
     """
 
@@ -122,7 +122,7 @@ class Driver:
         self.start_gate = StartGate(self._lock, self._interleaver.coming)
         self._over = threading.Event()
         self._fatal: BaseException | None = None
-        # Exceptions from signal handlers that the main thread still has to process.
+        # Exceptions from signal handlers that the main thread hasn't processed yet.
         self._held: deque[BaseException] = deque()
         self.interrupt: BaseException | None = None
         self.terminated = False
@@ -155,8 +155,8 @@ class Driver:
             Whether the run was stopped by a signal on any rank. Identical across ranks.
 
         Raises:
-            InternalError: A lane broke, and this is the only rank. If there are several ranks, a
-                broken lane aborts all of them instead.
+            InternalError: A lane broke, and this is the only rank. With several ranks, a broken
+                lane aborts all of them instead.
         """
         self._held = held
         self._run()
@@ -170,9 +170,9 @@ class Driver:
         self._compute.start()
         self._exchange.start()
         # Jobs and requests may have been added before the run began. Process these early events
-        # while holding the lock, so that events from other threads come after them. Otherwise a
-        # request to stop a job could be processed before the event that adds the job. None of the
-        # early events delivers a text, so no callback is called with the lock held.
+        # with the lock held, so that events from other threads come after them. Otherwise a request
+        # to stop a job could overtake the event that adds the job. None of the early events
+        # delivers a text, so no callback is called with the lock held.
         with self._lock:
             early = self._early or []
             self._early = None
@@ -180,7 +180,7 @@ class Driver:
                 self.post(event)
         self._wait_for(self._over.is_set, self._over.wait)
         # All jobs have ended by now, but their threads may still be busy, e.g. reading back the
-        # last metrics. So wait for the threads, unless the run broke: in that case, some of them
+        # last metrics, so wait for them. Skip this if the run broke, because some of the threads
         # may never end.
         if self._fatal is None:
             for thread in self.router.threads:
@@ -192,9 +192,9 @@ class Driver:
         self._compute.close()
 
     def _wait_for(self, over: Callable[[], bool], wait: Callable[[float], object]) -> None:
-        # This is the main thread, which has to handle interrupts, so it must not wait without a
-        # timeout. It wakes up five times per second, and then also checks whether any job has been
-        # waiting for too long.
+        # This is the main thread, which has to handle interrupts, so it must never wait without a
+        # timeout. It wakes up five times per second, and while it's at it, checks whether any job
+        # has been waiting for too long.
         while not over():
             wait(0.2)
             self._look_at_waits()
@@ -221,15 +221,15 @@ class Driver:
 
     def _interrupted(self, interrupt: BaseException) -> None:
         self.terminated |= isinstance(interrupt, Terminated)
-        # After the first interrupt, the run stops as soon as its jobs are between two steps, which
-        # may take a while. If the user interrupts the run a second time, we abort it immediately.
+        # The first interrupt stops the run gracefully, as soon as its jobs are between two steps,
+        # which may take a while. A second interrupt aborts the run on the spot.
         if self.interrupt is not None:
             self.world.abort(
                 "interrupted twice", code=TERMINATED if self.terminated else INTERRUPTED
             )
         self.interrupt = interrupt
         for job in tuple(self.router.jobs.values()):
-            if job.status is None:  # skip jobs that another rank's interrupt has stopped already
+            if job.status is None:  # skip jobs that another rank's interrupt has already stopped
                 self.listeners.note(job=job.name, kind="status", value="stopping after this step")
         self.post(m.StopRequested())
 
@@ -250,16 +250,15 @@ class Driver:
             with self._lock:
                 texts = self._follow(event)
                 stops = self.router.paused_run.take_end()
-            # Release the lock before calling back, to avoid a deadlock. The callback may take
-            # another lock, e.g. the runner's, while a thread that holds that one is waiting for
-            # ours.
+            # Release the lock before calling back, to avoid a deadlock: the callback may take
+            # another lock, e.g. the runner's, and whoever holds it may be waiting for ours.
             for text in texts:
                 self._on_text(text)
             if stops:
                 self.post(m.StopRequested())
         except Exception as error:
-            # This may be any thread, even a job's. The error concerns the whole run, so don't raise
-            # it in that thread.
+            # We may be in any thread, even a job's. The error concerns the whole run, so don't
+            # raise it here.
             self.fail(error)
 
     def _follow(self, event: m.Event) -> list[str]:
@@ -300,8 +299,8 @@ class Driver:
             The job's record, or None if the run has ended.
         """
         job = JobRecord(-1, name, thread, self.queue())
-        # Check that the run is in progress and post the event without releasing the lock in
-        # between. Otherwise the run could end between the two, and the job would never join.
+        # Check that the run is in progress and post the event under a single lock. Otherwise the
+        # run could end in between, and the job would never join.
         with self._lock:
             if self._interleaver.finished or self._fatal is not None:
                 return None
@@ -344,9 +343,8 @@ class Driver:
         Returns:
             The step's results. Some of them may not be computed yet.
         """
-        # Set `job.call` before posting the event. As soon as the event is posted, the threads that
-        # compute and exchange may begin with the call's first segment, and they look up the call in
-        # this field.
+        # Set `job.call` before posting the event. As soon as the event is posted, the lanes'
+        # threads may start on the call's first segment, and this is where they look up the call.
         job.calls += 1
         job.call = StepCall(job.name, job.calls, graph, execution, self.clock_ns(), in_step)
         try:
@@ -369,7 +367,7 @@ class Driver:
         self.post(m.BatchPrepared(job.number, stream, count))
 
     def batch_dropped(self, job: JobRecord) -> None:
-        """Records that a batch was skipped, to get to the position at which a restart continues."""
+        """Records that a batch was skipped on the way to the position of a restart."""
         self.post(m.BatchDropped(job.number))
 
     def stream_ended(self, job: JobRecord, stream: int, count: int) -> None:
@@ -406,16 +404,14 @@ class Driver:
             JobError, ExchangeError: The job has failed with this error.
         """
         self.post(event)
-        # When a run breaks, each job's thread is sent one last answer. But an earlier call may
-        # already have taken it from the queue, and no other answer will follow. So don't wait for
-        # one.
+        # When a run breaks, each job's thread gets one last answer. An earlier call may already
+        # have taken it from the queue, and there won't be another, so don't wait for it.
         answer = job.answers.get() if self._fatal is None else m.Raised(job.number)
         if not isinstance(answer, m.Raised):
             return answer
-        # The job's function may catch every exception. After the job has ended, it would then call
-        # its step again and again, get the same exception each time, and never end, and
-        # `Runner.run` would wait for its thread forever. So after a certain number of such calls,
-        # we give up on the thread.
+        # The job's function may catch every exception. After the job has ended, it would keep
+        # calling its step and getting the same exception, and `Runner.run` would wait for its
+        # thread forever. So after a certain number of such calls, we give up on the thread.
         job.refusals += 1
         if job.refusals > MAX_REFUSALS:
             job.abandon()
@@ -428,9 +424,9 @@ class Driver:
         self.post(m.StepsRestored(job.number, step))
 
     def excuse_start(self, job: JobRecord, *, late: bool = False) -> None:
-        """Lets the other jobs begin without this one at a joint start. Doesn't wait.
+        """Lets the other jobs begin without this job at a joint start. Doesn't wait.
 
-        With `late`, that's because the job takes too long.
+        With `late`, that's because the job is taking too long.
         """
         if not job.excused:
             job.excused = True
@@ -451,14 +447,14 @@ class Driver:
         self.post(m.JobRaised(job.number, f"{where}: {describe(error)}"))
 
     def abandon(self, thread: threading.Thread) -> None:
-        """Lets the run end without this thread, which would never end."""
+        """Lets the run end without waiting for this thread, which would never end."""
         self._abandoned.add(thread)
 
     def release(self, job: JobRecord) -> None:
         """Drops a job's record. The job has ended on all ranks, and its thread is ending."""
-        # This is called by the job's thread, as soon as the job's `done` event is set. The method
-        # that sets the event holds the lock, and may not have returned yet. By taking the lock, we
-        # wait for that.
+        # The job's thread calls this as soon as the job's `done` event is set. At that point, the
+        # method that set the event may not have returned yet. It holds the lock, so taking the lock
+        # waits for it.
         with self._lock:
             if self.router.jobs.pop(job.number, None) is not None:
                 job.thread = None  # the job's context keeps the record alive
@@ -479,8 +475,7 @@ class Driver:
 
         If there are other ranks, aborts all ranks.
         """
-        # With the lock held, no other thread is in the middle of carrying out instructions, and
-        # none begins to.
+        # While we hold the lock, no other thread can carry out instructions.
         with self._lock:
             if self._fatal is None:
                 if self.world.size > 1:
@@ -488,9 +483,8 @@ class Driver:
                     self.world.abort(f"a lane of the runner broke\n{text}")
                 self.router.break_off(error)
                 self.start_gate.open()
-                # Set `_fatal` last. A job's thread may read it without the lock, and if it's set,
-                # raises the error in the job's record. So the record must already contain that
-                # error.
+                # Set `_fatal` last. A job's thread may read it without the lock and, if it's set,
+                # raise the error in the job's record, which therefore has to be there already.
                 self._fatal = error
         self._over.set()
 

@@ -1,4 +1,4 @@
-"""Turns the ranks' texts about a job that can't continue into one error, equal on all ranks."""
+"""Turns the ranks' texts about a job that can't continue into one error, identical across ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from jaxcross.program import branch_call_mismatch, signature_mismatch, step_mism
 
 _LONGEST = 4000  # the maximum length of an exception's text sent to other ranks, in characters
 
-# JAX adds a note that contains this word to many of its errors. We leave such notes out of our
-# texts, because they explain how to show JAX's own frames, and say nothing about what went wrong.
+# JAX attaches a note containing this word to many of its errors. The note explains how to show
+# JAX's own frames, but says nothing about what went wrong, so we leave it out of our texts.
 _NOT_OF_THE_ERROR = "JAX_TRACEBACK_FILTERING"
 
 
@@ -48,10 +48,10 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
             others = {kind for kind, _ in parts} - {how}
             if others <= {""} and len(alike) == 1 and body.startswith(together):
                 # Between two steps, the ranks have compared their exchanges, or their replicas of a
-                # state, and have found a difference. Each rank raises an `ExchangeError` in that
-                # case. If a rank's thread was busy, it may not have reported that error yet, and
-                # its text is empty. It's the same error nevertheless, so the job ends with an
-                # `ExchangeError` on all ranks.
+                # state, and found a difference, in which case each rank raises an `ExchangeError`.
+                # A rank whose thread was busy may not have reported that error yet, so its text is
+                # empty. It's the same error nevertheless, so the job ends with an `ExchangeError`
+                # on all ranks.
                 why = body.removeprefix(together)
                 if others:
                     why = (
@@ -101,9 +101,9 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
 def printing_ranks(texts: Sequence[str]) -> list[int]:
     """Returns the ranks that should print why a job has ended.
 
-    Each reason should be printed only once. So if several ranks failed for the same reason, only
-    the first of them prints it. If no rank failed but the job was ejected, the first rank that
-    ejected it prints the reason. Otherwise rank 0 does.
+    Each reason should be printed only once, so if several ranks failed for the same reason, only
+    the first of them prints it. If the job was ejected without a failure, the first rank that
+    ejected it prints the reason. Otherwise that's left to rank 0.
 
     Args:
         texts: As for `explain`.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxcross.program import Execution
 
 RestoreMode = Literal["check", "broadcast", "local"]
-"""What happens to the ranks' initial states of a job.
+"""What to do with the ranks' initial states of a job.
 
 With `check`, they're compared. With `broadcast`, all ranks take rank 0's values. With `local`, each
 rank keeps its own.
@@ -30,7 +30,7 @@ class Stopped(BaseException):
 
 @final
 class StepCall:
-    """One call of a step on this rank, with timestamps that the lanes have recorded.
+    """One call of a step on this rank, with timestamps recorded by the lanes.
 
     Attributes:
         name: The job's name.
@@ -72,10 +72,9 @@ class StepCall:
     def ready_ns(self, segment: int, start_ns: int) -> int:
         """Returns when the inputs of a segment that began at `start_ns` were available.
 
-        An input may come from the other lane: a computation may need an exchange, or an exchange a
-        computation. The other lane's thread may not have recorded yet when that ended. In this
-        case, we use `start_ns` instead. It's later than the real end, but by no more than that
-        thread's delay.
+        An input may come from the other lane: computations can depend on exchanges and vice versa.
+        If the other lane's thread hasn't recorded the input's end yet, we fall back to `start_ns`,
+        which is too late, but by no more than that thread's delay.
         """
         ends = (self.ends_ns.get(n, start_ns) for n in self.graph.needs[segment])
         return min(max(ends, default=self.called_ns), start_ns)
@@ -94,10 +93,9 @@ class JobRecord:
         make_thread: Creates the thread that runs the job's function.
         thread: That thread while it's running, otherwise None.
         answers: A queue with the interleaver's answers for the job's thread.
-        call: The job's call that is in progress, or None.
+        call: The job's call in progress, or None.
         calls: How many calls the job has made.
-        collective: The function that the job has requested to run on the exchange lanes of all
-            ranks.
+        collective: The function that the job has asked the exchange lanes of all ranks to run.
         cause: The first exception on this rank that caused the job to fail.
         error: The error with which the job has ended, or None.
         prints_error: Whether this rank prints why the job failed. If several ranks failed for the
@@ -106,14 +104,14 @@ class JobRecord:
         done: Set once the job has ended on all ranks. From then on, `status`, `error` and
             `prints_error` don't change.
         paused: Whether the job is paused on all ranks.
-        is_only_job: Whether no other job had ever been part of the run at the time of the latest
-            `run_on_all_ranks`.
+        is_only_job: Whether, as of the latest `run_on_all_ranks`, no other job had ever been part
+            of the run.
         skipped: Committed steps that left the state unchanged.
         preparing: Greater than 0 while the job's thread is tracing or compiling a step.
         excused: Whether this rank has excused the job from a joint start.
-        refusals: How many calls of the job's function have raised because the job has ended.
-        on_end: Called with the final status, and with whether somebody has requested a stop of this
-            job in particular. Must not wait.
+        refusals: How often a call made by the job's function has raised because the job has ended.
+        on_end: Called with the final status, and with whether somebody asked to stop this job in
+            particular. Must not wait.
         on_pause: Called when the job is paused (True) or resumed (False). Must not wait.
         abandon: Called in the job's thread to give up on it. Never returns.
     """
@@ -149,7 +147,7 @@ class JobRecord:
         self.abandon: Callable[[], None] = _ignore
 
     def detach(self) -> None:
-        """Drops the callbacks, which refer to the job's `JobEngine` and would keep it alive."""
+        """Drops the callbacks, whose references to the job's `JobEngine` would keep it alive."""
         self.on_end = self.on_pause = self.abandon = _ignore
 
 

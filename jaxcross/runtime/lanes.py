@@ -1,29 +1,28 @@
 """The threads that run the two lanes.
 
-A rank's work is divided between two lanes. The compute lane dispatches computation to the device,
-and the exchange lane makes exchanges, votes and everything else in which all ranks take part. What
-each lane does next isn't decided here: the interleaver decides it, the driver queues the resulting
-instructions, and each thread carries out its own queue, one instruction after the other, and posts
-an event for each. So these threads contain no policy, and the only state that they share is the
-times in `StepCall.ends_ns`.
+Each rank has two lanes: the compute lane dispatches computation to the device, and the exchange
+lane runs exchanges, votes and everything else that involves all ranks. What a lane does next isn't
+decided here. The interleaver makes that decision, the driver queues the resulting instructions, and
+each thread works through its own queue, one instruction at a time, and posts an event for each. So
+these threads contain no policy, and the only state they share is the times in `StepCall.ends_ns`.
 
 There are three threads:
 
 - The *compute* thread dispatches segments. XLA runs them asynchronously, so this thread never waits
-  for the device. It can therefore queue the next segment while the previous one is still running.
+  for the device and can queue the next segment while the previous one is still running.
 - The *compute-wait* thread waits for the same segments in the same order. It's separate because a
   thread that waits can't dispatch. We need to know when a segment ends, because the interleaver
-  charges the job for the time, and because most errors of a computation are only reported at that
-  point.
-- The *exchange* thread makes the exchanges. An exchange blocks its thread until all ranks have
-  arrived. In the compute thread, it would delay the dispatch of computation that could run
-  meanwhile. A second exchange thread would hardly help: a single exchange already fills 99% of what
-  plain TCP carries at 500 Mbit/s (see the page "One order, the vote, and the commit").
+  charges the job for the time, and because that's when most errors of a computation surface.
+- The *exchange* thread runs the exchanges. An exchange blocks its thread until all ranks have
+  arrived. In the compute thread, it would hold up the dispatch of computation that could run in the
+  meantime. A second exchange thread would hardly help, because a single exchange already reaches
+  99% of the throughput of plain TCP at 500 Mbit/s (see the page "One order, the vote, and the
+  commit").
 
-There's one rule that all of these threads have to follow: before a thread reports that a step is
-done, it drops its own references to the step (`del item, call`). The report may end the job, and
-whoever waits for that end expects the memory of the job's steps to be free. A reference in a local
-variable would keep it alive until the thread's next instruction, which may come much later.
+All of these threads follow one rule: before a thread reports that a step is done, it drops its own
+references to the step (`del item, call`). The report may end the job, and whoever is waiting for
+that expects the memory of the job's steps to be free. A reference in a local variable would keep it
+alive until the thread's next instruction, which may be much later.
 """
 
 from __future__ import annotations
@@ -50,14 +49,13 @@ _LONGEST_BACKOFF_S = 0.05
 def backoff_s(level: int) -> float:
     """Returns how long the exchange lane waits before a vote if it has nothing to report.
 
-    The wait only affects when this rank votes. What is decided doesn't depend on it, so it may
-    differ between ranks.
+    The wait only affects when this rank votes, not what's decided, so it may differ between ranks.
     """
     return min(_FIRST_BACKOFF_S * 2**level, _LONGEST_BACKOFF_S)
 
 
 class LaneThread(threading.Thread):
-    """A thread of a runner. As long as one of these is alive, a run is in progress in this process.
+    """A thread of a runner. As long as any of these is alive, a run is in progress in this process.
 
     Args:
         name: The thread's name, without the prefix `jaxcross-`.
@@ -80,7 +78,7 @@ class LaneThread(threading.Thread):
         self._driver = driver
 
     def start(self) -> None:
-        # Add this thread before it starts. It may itself start another thread right away, which
+        # Add this thread before it starts, because it may start another thread right away, which
         # must find the set complete.
         self.living.add(self)
         try:
@@ -93,8 +91,8 @@ class LaneThread(threading.Thread):
         try:
             self._work()
         except BaseException as error:
-            # If a lane's thread ended without a word, this rank's jobs and the other ranks would
-            # wait for it forever. So report the exception to the driver, which ends the run.
+            # If a lane's thread died silently, this rank's jobs and the other ranks would wait for
+            # it forever. So report the exception to the driver, which ends the run.
             if self._driver is None:
                 raise
             self._driver.fail(error)
@@ -106,9 +104,9 @@ class LaneThread(threading.Thread):
 class ComputeLane:
     """The compute lane: dispatches segments to the device, in the interleaver's order.
 
-    One thread dispatches the segments, and a second one waits for them, in the same order. The
-    device runs them in this order as well, so a segment can't have begun before the previous one
-    ended. Thus the spans show when the device really worked on each segment.
+    One thread dispatches the segments, and a second thread waits for them in the same order. That's
+    also the order in which the device runs them, so a segment can't have begun before the previous
+    one ended, and the spans show when the device was really working on each segment.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -147,21 +145,21 @@ class ComputeLane:
             event: m.Event
             try:
                 call.execution.run(d.segment)
-            # If a segment can't be dispatched, that's a failure of its job. The lane continues with
-            # the other jobs' segments.
+            # If a segment can't be dispatched, its job fails, but the lane carries on with the
+            # other jobs' segments.
             except Exception as error:
                 driver.world.flight.end(token, failed=True)
                 event = driver.router.segment_failed(d, call, error)
             else:
-                # Pass the segment to the waiting thread before posting the event. The event may end
-                # the job, and then its memory should become free, so this thread must have dropped
+                # Hand the segment to the waiting thread before posting the event. The event may end
+                # the job, whose memory should then become free, so this thread must have dropped
                 # its reference to the call by then.
                 self._on_device.put((d, call, dispatched_ns, token))
                 event = m.SegmentDispatched(d.job, d.call, d.segment)
             del item, call
             driver.post(event)
-        # This comes after all dispatched segments in the queue, so the other thread ends after
-        # them.
+        # This is queued behind all dispatched segments, so the other thread gets through them
+        # before it ends.
         self._on_device.put(None)
 
     def _wait_for_all(self) -> None:
@@ -169,7 +167,7 @@ class ComputeLane:
         free_ns = 0  # the time at which the device finished the previous segment
         while (item := self._on_device.get()) is not None:
             d, call, dispatched_ns, token = item
-            # XLA reports most errors of a computation here rather than at dispatch, because it
+            # Most errors of a computation surface here rather than at dispatch, because XLA
             # computes asynchronously.
             try:
                 call.execution.wait_outputs(d.segment)
@@ -184,12 +182,11 @@ class ComputeLane:
             # The exchange lane's thread may be reading this at the same time, without a lock.
             # That's harmless; see `StepCall.ready_ns`.
             call.ends_ns[d.segment] = end_ns
-            # If the segment was dispatched while the device was still busy with the previous one,
-            # it had to wait. So it began at the later of the two times.
+            # A segment that's dispatched while the device is still busy with the previous one has
+            # to wait, so it began at the later of the two times.
             start_ns = max(dispatched_ns, free_ns)
-            # Report the span before posting the event, because the event may end the run. After
-            # that, another thread may immediately read the spans that were collected, and this one
-            # would be missing.
+            # Report the span before posting the event. The event may end the run, and then another
+            # thread may immediately read the collected spans, and this span would be missing.
             driver.listeners.span(
                 Span(
                     rank=driver.world.rank,
@@ -214,7 +211,7 @@ class ComputeLane:
 class ExchangeLane:
     """The exchange lane: runs exchanges, votes and the jobs' collective calls, one at a time.
 
-    All ranks do this in the same order.
+    The order is the same on all ranks.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -235,7 +232,7 @@ class ExchangeLane:
         self._thread.join()
 
     def put(self, instruction: m.Instruction, call: StepCall | None) -> None:
-        """Queues an instruction. `call` is the call of a step that it belongs to, if any."""
+        """Queues an instruction. `call` is the step call that it belongs to, if any."""
         self._put((instruction, call))
 
     def _put(self, item: tuple[m.Instruction, StepCall | None] | None) -> None:
@@ -246,16 +243,16 @@ class ExchangeLane:
         """Returns the next instruction, or None if the lane has to end.
 
         Raises:
-            Empty: No instruction arrived within `backoff` seconds. This is sometimes raised too
-                early, which only makes this rank vote earlier.
+            Empty: No instruction arrived within `backoff` seconds. Sometimes raised too early,
+                which merely makes this rank vote earlier.
         """
         # We can't pass the timeout to the queue, because up to Python 3.12,
-        # `SimpleQueue.get(timeout=...)` may block forever. It computes the remaining time in a
-        # loop, and if the kernel suspends this thread for long enough, the remaining time becomes
-        # negative. CPython then waits without a timeout. This has happened on a busy machine,
-        # because our backoffs are only 2 to 50 ms: one rank never cast its vote, and the run hung
-        # until the watchdog terminated it. So we wait for an event instead, and read the queue
-        # without waiting.
+        # `SimpleQueue.get(timeout=...)` may block forever. It recomputes the remaining time in a
+        # loop, and if the kernel suspends this thread for long enough, the remaining time turns
+        # negative, which CPython takes to mean no timeout. Since our backoffs are only 2 to 50 ms,
+        # this has happened on a busy machine: one rank never cast its vote, and the run hung until
+        # the watchdog terminated it. So we wait for an event instead, and then read the queue
+        # without blocking.
         if backoff is None:
             return self._todo.get()
         self._arrived.clear()
@@ -264,17 +261,17 @@ class ExchangeLane:
         return self._todo.get(block=False)
 
     def _work(self) -> None:
-        # While XLA computes, its threads use all cores. Thanks to short time slices, the exchange
-        # thread still gets to run soon after a message has arrived.
+        # While XLA computes, its threads use all cores. With short time slices, the exchange thread
+        # still gets to run soon after a message arrives.
         ask_for_short_slices()
         backoff = None
         while True:
             try:
                 item = self._next(backoff)
             except Empty:
-                # This rank had nothing to report, so it waited before the vote. Nothing has
-                # happened during this wait. So the rank votes now although it still has nothing to
-                # report, because other ranks may be waiting in the vote already.
+                # This rank had nothing to report, so it backed off before the vote, and nothing has
+                # happened since. Vote now anyway, because other ranks may already be waiting in the
+                # vote.
                 backoff = None
                 self._driver.post(m.BackoffElapsed())
                 continue
@@ -282,7 +279,7 @@ class ExchangeLane:
                 return
             instruction, call = item
             del item
-            backoff = None  # an instruction that arrives during a backoff replaces it
+            backoff = None  # an instruction that arrives during a backoff cancels it
             match instruction:
                 case m.Finish():
                     # All ranks finish in the same slot, so no rank communicates after this.
@@ -290,9 +287,9 @@ class ExchangeLane:
                     return
                 case m.Backoff(level):
                     # This rank has nothing to report at the moment. If it voted right away, the
-                    # ranks would vote all the time, which would only keep a core and the network
-                    # busy. So it waits a little first. If something happens meanwhile, the
-                    # resulting instruction ends the wait early.
+                    # ranks would vote in a busy loop, which would only tie up a core and the
+                    # network. So wait a little first. If something happens in the meantime, the
+                    # resulting instruction cuts the wait short.
                     backoff = backoff_s(level)
                     continue
                 case m.RunExchange():
@@ -308,17 +305,17 @@ class ExchangeLane:
         execution = call.execution
         segment = x.segment
         zero = x.zero
-        # The inputs may not be computed yet. Wait for them before the watchdog begins to measure
-        # the exchange. While this rank is still computing, it isn't waiting for other ranks, so the
-        # watchdog must not report them as late.
+        # The inputs may not be computed yet. Wait for them before the watchdog starts timing the
+        # exchange: as long as this rank is still computing, it isn't waiting for the other ranks,
+        # so they must not be reported as late.
         if not zero:
             try:
                 execution.wait_inputs(segment)
             except Exception as error:
-                # The job has failed on this rank, but the other ranks don't know that yet. They
-                # will enter this exchange, and would wait for this rank forever. So take part with
-                # zeros. The next vote tells them about the failure, and nobody uses the results of
-                # the exchange.
+                # The job has failed on this rank, but the other ranks don't know yet. They're going
+                # to enter this exchange and would wait for this rank forever, so take part with
+                # zeros. They'll learn about the failure in the next vote, and nobody will use the
+                # results of the exchange.
                 driver.post(driver.router.segment_failed(x, call, error))
                 zero = True
         if zero:
@@ -328,8 +325,8 @@ class ExchangeLane:
         with driver.world.monitor(job=call.name, step=x.step, segment=segment, what="exchange"):
             execution.run(segment)
             execution.wait_outputs(segment)
-        # The delay of the emulated link comes after the monitor has ended, because it isn't a wait
-        # for other ranks, either.
+        # The emulated link's delay isn't a wait for other ranks either, so it comes after the
+        # monitor has ended.
         label = self._hold(start_ns, nbytes)
         end_ns = driver.clock_ns()
         call.ends_ns[segment] = end_ns
@@ -376,7 +373,7 @@ class ExchangeLane:
         return not found.skips
 
     def _communicate(self, instruction: m.Instruction) -> m.Event:
-        """Carries out an instruction that needs all ranks but belongs to no step.
+        """Carries out an instruction that involves all ranks but doesn't belong to a step.
 
         That's a vote, a comparison, a gathering or a job's collective call.
         """
@@ -390,9 +387,8 @@ class ExchangeLane:
             case m.CastVote(ballot):
                 with world.monitor(job="", step=0, segment=-1, what="vote"):
                     event = m.VoteDone(Verdict(world.control.allreduce_min(ballot)))
-                # On an emulated link, a vote takes as long as the link's latency, so wait for the
-                # rest of that time. We don't delay the messages of the cases below, because they're
-                # rare.
+                # On an emulated link, a vote takes as long as the link's latency, so wait out the
+                # rest of it. The messages below are too rare to be worth delaying.
                 label = self._hold(start_ns, 0)
             case m.CompareTexts(number, text, step):
                 job = driver.router.jobs[number].name
@@ -406,8 +402,8 @@ class ExchangeLane:
                         tuple(world.control.allgather_text(driver.announcement()))
                     )
             case m.RunSync(number, step):
-                # If the job's work raises an exception, the job has failed rather than the lane. So
-                # `run` stores the exception, and it's raised in the job's thread.
+                # If the job's work raises an exception, the job has failed, not the lane. So `run`
+                # stores the exception, and it's re-raised in the job's thread.
                 record = driver.router.jobs[number]
                 job = record.name
                 label = ON_ALL_RANKS
@@ -423,8 +419,7 @@ class ExchangeLane:
     def _hold(self, start_ns: int, nbytes: int) -> str:
         """Waits until an exchange or a vote has taken as long as it would on the emulated link.
 
-        It began at `start_ns`. Returns the label for its span, which is empty if there's no such
-        link.
+        It began at `start_ns`. Returns the label for its span, or "" without an emulated link.
         """
         driver = self._driver
         if driver.link is None:

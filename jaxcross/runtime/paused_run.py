@@ -1,8 +1,7 @@
-"""Handles the case that all unfinished jobs of a run are paused.
+"""Handles runs whose unfinished jobs are all paused.
 
-If all unfinished jobs are paused, the run waits until somebody resumes one of them, and rank 0 logs
-a warning. If nothing on any rank can do that any more, we end the run, because it would otherwise
-wait forever.
+Such a run waits until somebody resumes one of its jobs, and rank 0 logs a warning. If nothing on
+any rank could do that any more, we end the run rather than let it wait forever.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _MARK = "nobody resumes"  # can't be mistaken for a submitted job, whose text is
 class PausedRun:
     """Finds out whether anything on any rank can still resume a job.
 
-    A paused job can't resume itself, because its thread waits in a step. So only another thread of
-    the script or a signal handler can call `resume`. If a rank has neither, it submits a text that
-    says so, and all ranks receive this text between the same two slots. The run ends once all ranks
-    have submitted such a text, and no job has joined, paused or resumed meanwhile. Could a rank
-    start a new thread later, which resumes a job? It can't: the code that starts this thread would
-    have to be running already, in a thread that would have been noticed.
+    A paused job can't resume itself, because its thread is waiting in a step. So only another
+    thread of the script or a signal handler can call `resume`. A rank that has neither submits a
+    text saying so, which all ranks receive between the same two slots. The run ends once all ranks
+    have submitted such a text, and no job has joined, paused or resumed in the meantime. A rank
+    can't start a new thread later that resumes a job after all: the code that starts it would have
+    to be running already, in a thread that we'd have noticed.
 
     Args:
         rank: This rank.
@@ -63,8 +62,8 @@ class PausedRun:
 
         Args:
             now_s: The current time.
-            paused: The unfinished jobs, if all of them are paused and their threads wait on this
-                rank. Otherwise empty.
+            paused: The unfinished jobs, if all of them are paused and their threads are waiting on
+                this rank. Otherwise empty.
         """
         if not paused:
             self._since = None
@@ -105,7 +104,7 @@ class PausedRun:
         return True
 
     def take_end(self) -> bool:
-        """Returns True if the run has to stop. Does so only once."""
+        """Returns True if the run has to stop, but only once."""
         ends = self._ends
         self._ends = False
         return ends
@@ -114,9 +113,9 @@ class PausedRun:
 def can_resume() -> bool:
     """Whether the script may still call `job.resume` in this process.
 
-    `resume` can be called from any thread that isn't one of ours, or from a signal handler. The
-    handlers for SIGINT and SIGTERM don't count, and neither does the calling thread, because it's
-    waiting for the run to end.
+    Any thread that isn't ours could call `resume`, and so could a signal handler. The handlers for
+    SIGINT and SIGTERM don't count, and neither does the calling thread, because it's waiting for
+    the run to end.
     """
     if any(
         callable(signal.getsignal(number))

@@ -28,8 +28,8 @@ class Router:
     Args:
         records: The run's initial jobs, in the order of their numbers.
         compute: Puts a segment into the compute lane's queue.
-        exchange: Puts an instruction into the exchange lane's queue. If it's an exchange, its call
-            is the second argument.
+        exchange: Puts an instruction into the exchange lane's queue. The second argument is the
+            call that an exchange belongs to.
         listeners: Receive all notes.
         rank: This rank.
         ranks: Number of ranks.
@@ -113,9 +113,9 @@ class Router:
                 name = self.jobs[number].name
                 text = note_at_start(arrival, [self.jobs[n].name for n in awaited])
                 self._listeners.note(job=name, kind="status", value=text)
-                # All ranks get this instruction, so it's enough if rank 0 logs the warning. The job
-                # may have been late on several ranks. If each of them logged a warning when it
-                # noticed that, the same warning would be printed several times.
+                # All ranks get this instruction, so it's enough for rank 0 to log the warning. If
+                # each rank logged one when it noticed that the job is late, the same warning could
+                # show up several times.
                 if arrival == "late" and self._rank == 0:
                     _log.warning("%s", late_warning(name))
             case m.TextDelivered(text):
@@ -136,22 +136,22 @@ class Router:
             job.error.cause_rank = end.texts.index(end.texts[self._rank])
             job.prints_error = self._rank in printing_ranks(end.texts)
         # Write this note before setting the `done` event. As soon as the event is set, the job's
-        # thread may write the job's final note, and no other note may come after that. If the job
-        # has ended normally, its thread writes this note itself, after the last metrics.
+        # thread may write the job's final note, which must be its last. If the job has ended
+        # normally, its thread writes this note itself, after the last metrics.
         if end.status != JobStatus.ENDED:
             self._listeners.note(
                 job=job.name, kind="status", step=end.step, value=str(job.error or end.status)
             )
-        # Set this last. The job's thread and `Runner.run` wait for it, and then read the other
-        # fields.
+        # Set this last, because the job's thread and `Runner.run` wait for it before they read the
+        # other fields.
         job.done.set()
         if job.thread is None:
             del self.jobs[job.number]
 
     def _call(self, number: int, call_number: int) -> StepCall:
-        # An instruction may be late and belong to an earlier call of the job. It must not touch the
-        # values of the current call. So each instruction contains the number of its call, and we
-        # compare it here.
+        # A late instruction may belong to an earlier call of the job, and must not touch the values
+        # of the current call. So each instruction carries the number of its call, which we check
+        # here.
         job = self.jobs[number]
         if job.call is None or job.call.number != call_number:
             raise InternalError(f"job `{job.name}` has no call {call_number}")
@@ -167,11 +167,11 @@ class Router:
     ) -> m.SegmentFailed:
         """Returns the event for a segment that raised an exception.
 
-        When a segment fails, the job's function doesn't get its exception immediately. The ranks
-        first have to agree on how the job ends. After that, the function gets an error.
+        The job's function doesn't get to see a segment's exception right away. The ranks first have
+        to agree on how the job ends; only then does the function get an error.
         """
         segment = instruction.segment
-        # The job may have ended already, because of another failure.
+        # The job may already have ended because of another failure.
         job = self.jobs.get(instruction.job)
         if job is not None and job.cause is None:
             job.cause = error

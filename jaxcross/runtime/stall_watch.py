@@ -1,9 +1,8 @@
 """Detects jobs that are stuck between two steps.
 
-The watchdog measures how long exchanges take. But while a job waits between two steps, e.g. for a
-batch or for the other ranks to call the step, no exchange is blocked. The ranks just keep voting,
-without a result, and the watchdog wouldn't notice anything. So we have to monitor these waits
-separately.
+The watchdog times exchanges. But while a job is waiting between two steps, e.g. for a batch or for
+the other ranks to call the step, no exchange is blocked: the ranks just keep voting to no effect,
+and the watchdog doesn't notice a thing. So these waits have to be monitored separately.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class JobWaits:
-    """Monitors each job's wait between two steps, if it lasts.
+    """Monitors the jobs' waits between two steps, if they last.
 
-    A job's thread may wait for something that all ranks have to do together (take a batch, call the
-    step, end the job). Then it waits for every rank that isn't there yet. Or it waits for something
-    local to its rank, such as its own data. Both kinds of waits may last forever, so both are
-    monitored. While a rank is in a local wait, and for a short while after that, other ranks don't
-    report it as missing, because its own watchdog is already measuring that wait.
+    A job's thread may be waiting for something that all ranks have to do together (take a batch,
+    call the step, end the job), i.e. for every rank that isn't there yet. Or it may be waiting for
+    something local to its rank, such as its own data. Both kinds of waits may last forever, so both
+    are monitored. While a rank is in a local wait, and for a short while afterwards, other ranks
+    don't report it as missing, because its own watchdog is already timing that wait.
 
     Args:
         world: Provides the watchdog.
@@ -48,9 +47,9 @@ class JobWaits:
         same = {
             job for job, wait in waits.items() if job in before and before[job].point == wait.point
         }
-        # Begin to monitor a wait only if it's still in progress at the second call of `look`. Most
-        # waits are shorter than the time between two calls, so monitoring all of them would mostly
-        # be wasted work.
+        # Only start monitoring a wait if it's still in progress at the second call of `look`. Most
+        # waits are shorter than the time between two calls, so monitoring all of them would be
+        # mostly wasted effort.
         for job in self._watched.keys() - same:
             self._watched.pop(job).__exit__(None, None, None)
         for job in same:
@@ -85,11 +84,11 @@ def after_run(world: World, what: str, *, job: str = "", step: int = 0) -> Monit
 
 
 def absent(job: str, what: str, answers: Mapping[int, RankStatus | None]) -> dict[int, str]:
-    """Returns the other ranks for which a job waits, each with the reason.
+    """Returns the other ranks that a job is waiting for, each with the reason.
 
     Args:
         job: The job's name.
-        what: What the job waits for.
+        what: What the job is waiting for.
         answers: The status of every other rank, or None for ranks that didn't answer.
     """
     found = {}

@@ -18,7 +18,7 @@ from jaxcross.world import Control, World
 
 
 class StepInFlight(Protocol):
-    """What `run_execution` needs of a call.
+    """What `run_execution` needs from a call.
 
     Implemented by `jaxcross.program.execution.Execution`. The trials of `jaxcross.step.timed_trial`
     also implement it, but they continue after a failure.
@@ -39,10 +39,10 @@ class Standalone:
     Implements `jaxcross.runtime.step_host.StepHost`.
 
     Without a runner, every rank must call its steps in the same order, so the calls match up
-    without any agreement about the order. The ranks agree on each step before it requests its
-    executables (see `jaxcross.step.step`). But two steps may make equal exchanges, and then a rank
-    that calls the wrong one of them wouldn't be noticed. So the ranks number their steps in the
-    order in which they agree on them, and compare these numbers again in later calls.
+    without any agreement on an order. The ranks agree on each step before it requests its
+    executables (see `jaxcross.step.step`). But two steps may have equal exchanges, in which case a
+    rank that calls the wrong step would go unnoticed. So the ranks number their steps in the order
+    in which they agree on them, and compare these numbers again in later calls.
 
     Attributes:
         world: All ranks.
@@ -123,10 +123,10 @@ class Standalone:
             )
         except BaseException:
             # If the step failed in the middle of its exchanges, the other ranks may be waiting in
-            # an exchange that this rank won't enter any more, so no step may exchange anything from
-            # now on. If it failed before its first exchange, the other ranks may be fine. So it's
-            # enough if the ranks check, before the next step exchanges, that they all call the same
-            # one.
+            # an exchange that this rank will never enter, so no step may exchange anything from now
+            # on. If it failed before its first exchange, the other ranks may be fine. In that case,
+            # it's enough for the ranks to check, before the next step exchanges anything, that
+            # they're all calling the same step.
             due = sum(
                 r.segment.kind == "collective" and not r.is_single_rank for r in compiled.runnables
             )
@@ -147,12 +147,12 @@ def run_execution(
 ) -> PyTree:
     """Runs one call, like `Standalone.run`. Its execution must not have begun.
 
-    The caller's thread dispatches all computation in the order of the program, and a second thread
-    runs the exchanges one after the other. We need the second thread because XLA runs everything
-    that one thread dispatches in order. In the caller's thread, an exchange would wait for all
-    computation that was dispatched before it, even for computation that it doesn't depend on.
-    Overlapping exchanges and computation like this is known as wait-free backpropagation (Zhang et
-    al., Poseidon, 2017, section 3).
+    The caller's thread dispatches all computation in program order, and a second thread runs the
+    exchanges one after another. The second thread is needed because XLA runs everything that's
+    dispatched from the same thread in order: in the caller's thread, an exchange would wait for all
+    computation dispatched before it, even if it doesn't depend on it. Overlapping exchanges and
+    computation like this is known as wait-free backpropagation (Zhang et al., Poseidon, 2017,
+    section 3).
 
     Args:
         world: All ranks.
@@ -167,9 +167,9 @@ def run_execution(
         world=world, compiled=compiled, execution=execution, step=step, ended=ended, compare=compare
     )
     try:
-        # Carried exchanges only need values that the previous step has left in the state. Since
-        # they don't depend on anything that this step computes, we start them first, so they
-        # overlap all of its computation.
+        # Carried exchanges only need values that the previous step has left in the state. They
+        # don't depend on anything that this step computes, so kick them off first to overlap all of
+        # its computation.
         for index in sorted(compiled.carried):
             exchanges[index] = world.exchanger.submit(call.exchange, index)
         for runnable, awaited in zip(compiled.runnables, compiled.awaited, strict=True):
@@ -183,25 +183,24 @@ def run_execution(
             elif index in exchanges:
                 continue
             elif compiled.overlaps:
-                # By now, the segments that compute the exchange's inputs have been dispatched. If
-                # an input comes from another exchange, that exchange is ahead of this one in the
-                # same queue. So the inputs are going to be available, and it's safe to queue the
-                # exchange.
+                # By now, the segments that compute the exchange's inputs have been dispatched, and
+                # any exchange it depends on is ahead of it in the same queue. So all of its inputs
+                # are on their way, and it's safe to queue the exchange.
                 exchanges[index] = world.exchanger.submit(call.exchange, index)
             else:
                 call.exchange(index)
         for exchange in exchanges.values():
             exchange.result()
     except BaseException as error:
-        # Don't return before the exchange thread is idle. The script's next exchange comes from
-        # this thread, and two threads must not use a communicator at the same time. The exchanges
-        # that are still in the queue take place, too. We can't cancel them, because other ranks may
+        # Don't return before the exchange thread is idle: the script's next exchange comes from
+        # this thread, and two threads must not use a communicator at the same time. Exchanges that
+        # are still in the queue go ahead as well. They can't be cancelled, because other ranks may
         # already be in them. After an interrupt, however, they fail immediately, because the user
         # wants the program to end.
         if not isinstance(error, Exception):
             call.failed.append(error)
         if compiled.overlaps:
-            # This task does nothing, but the queue gets to it only after all exchanges. A second
+            # This task is a no-op, but the queue only gets to it after all exchanges. A second
             # interrupt ends the wait.
             world.exchanger.submit(_nothing).result()
         raise
@@ -236,15 +235,14 @@ class _Call:
     failed: list[BaseException] = field(default_factory=list)
 
     def exchange(self, index: int) -> None:
-        """Makes one exchange. Waits for its inputs and for the other ranks.
+        """Runs one exchange. Waits for its inputs and for the other ranks.
 
-        Raises the error of this exchange or, if an earlier exchange of the call has failed, its
-        error.
+        If an earlier exchange of the call has failed, raises that exchange's error instead.
         """
         if self.failed:
             # An earlier exchange of this call has failed on this rank, and the other ranks are
-            # still waiting in it. If this rank entered the next exchange, MPI would match the two,
-            # and sum values that don't belong together.
+            # still waiting in it. If this rank entered the next exchange, MPI would match the two
+            # and sum up unrelated values.
             raise self.failed[0]
         program = self.compiled.program
         execution = self.execution
@@ -265,10 +263,10 @@ class _Call:
             raise
 
     def _compare(self, compare: Callable[[], None], index: int) -> None:
-        # Before the first exchange of a call, the ranks compare which step they are calling. Count
-        # the exchange as begun already: if the comparison is interrupted on this rank, the other
-        # ranks continue without it and enter the exchange, so this rank must not exchange anything
-        # else.
+        # Before the first exchange of a call, the ranks compare which step they're calling. Count
+        # the exchange as begun from here on: if the comparison is interrupted on this rank, the
+        # other ranks carry on without it and enter the exchange, so this rank must not exchange
+        # anything else.
         self.ended[index] = False
         try:
             compare()
@@ -282,9 +280,9 @@ class _Call:
         monitor = partial(self.world.monitor, job=program.name, step=self.step, segment=index)
         if not any(map(mpi4jax_lists.is_call, exchanges)):
             return monitor(what=exchanges[0].op)
-        # A call of mpi4jax may involve only some of the ranks. The watchdog usually compares how
+        # An mpi4jax call may involve only some of the ranks. The watchdog normally compares how
         # many exchanges each rank has entered, but here, a rank may have entered fewer of them
-        # without being late. So we specify the ranks that take part in this call.
+        # without being late. So specify which ranks take part in this call.
         what = "calls of mpi4jax"
         return monitor(what=what, waiting_for=partial(self._missing_partners, what))
 

@@ -20,10 +20,9 @@ class StartLimit:
     """Measures how much time jobs spend on anything other than preparing their first step.
 
     A job that waits for another job's results can't reach its first step before that job has begun,
-    so at a joint start, the two would wait for each other forever. We can't tell such a job from
-    one that's loading data or waiting for other ranks. So there's a limit on this time. Time for
-    tracing and compiling doesn't count, because a compilation always ends, although it may take
-    minutes.
+    so at a joint start, the two would wait for each other forever. We can't tell such a job apart
+    from a job that's loading data or waiting for other ranks, hence the limit. Tracing and
+    compiling don't count, because a compilation always ends, even if it takes minutes.
 
     Only one thread may use this object.
 
@@ -40,11 +39,11 @@ class StartLimit:
     def look(self, now_s: float, preparing: Mapping[int, bool]) -> list[int]:
         """Updates the times, and returns the jobs that have just exceeded the limit.
 
-        Each job is returned once. This is called a few times per second.
+        Each job is returned only once. Called a few times per second.
 
         Args:
             now_s: The current time.
-            preparing: The jobs for which the others are waiting, and whether each is tracing or
+            preparing: The jobs that the others are waiting for, and whether each is tracing or
                 compiling its step.
         """
         passed_s = 0.0 if self._before_s is None else now_s - self._before_s
@@ -65,8 +64,8 @@ class StartGate:
     """Holds back a job's thread until all earlier jobs have reached their first steps on this rank.
 
     Without this gate, the order in which jobs reach their first steps would depend on how long each
-    of them compiles. With it, the order is fixed. So whatever the jobs decide before their first
-    steps is decided in a fixed order, too.
+    of them takes to compile. The gate fixes that order, and with it the order of whatever the jobs
+    decide before their first steps.
 
     Args:
         lock: The driver's lock, which is held whenever a job reaches its first step.

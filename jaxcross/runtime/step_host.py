@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Agreement(Protocol):
-    """A check that all ranks are about to make the same exchanges. There are two variants of it."""
+    """A check that all ranks are about to issue the same exchanges, in two variants."""
 
     @property
     def label(self) -> str:
@@ -43,8 +43,8 @@ class StepHost(Protocol):
     def in_run(self) -> bool:
         """Whether a runner determines the order of exchanges.
 
-        Without a runner, the script determines the order: every rank must call its steps in the
-        same order. So whatever this process remembers about earlier calls is identical across
+        Without a runner, that's up to the script: every rank must call its steps in the same order,
+        which means that whatever this process remembers about earlier calls is identical across
         ranks.
         """
         ...
@@ -98,7 +98,7 @@ class StepHost(Protocol):
     def run(self, compiled: Compiled, leaves: Sequence[object], step: object) -> PyTree:
         """Runs one step on flattened arguments.
 
-        Waits for the step's exchanges, but not until its results are computed.
+        Waits for the step's exchanges, but not for its results to be computed.
 
         Args:
             compiled: The executables.
