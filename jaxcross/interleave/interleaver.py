@@ -332,7 +332,6 @@ class Interleaver:
             self._out += [m.TextDelivered(text) for text in delivered]
 
     def _update_job(self, job: int) -> None:
-        """Updates the answer to the job's thread, its ready segment and its row in the ballot."""
         self._answer_thread(job)
         self._note_ready(job)
         self._ballot_writer.touch(job)

@@ -193,11 +193,7 @@ def predict_group(
 
 
 def _steps_of(jobs: Sequence[PlannedJob]) -> list[int]:
-    """Returns how many steps each job makes in the prediction of its group.
-
-    Raises:
-        ValueError: The prediction would take minutes, because it has too many steps.
-    """
+    """Returns how many steps each job makes in the prediction of its group."""
     longest = max(jobs, key=lambda job: job.step_s)
     shortest = min(jobs, key=lambda job: job.step_s)
     if not ROUNDS * sum(longest.step_s / job.step_s for job in jobs) <= MOST_STEPS:

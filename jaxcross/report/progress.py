@@ -205,9 +205,6 @@ def _cleaned(run: RunProgress) -> RunProgress:
 
     We don't trust the file. Its texts are printed to a terminal, where control characters could
     move the cursor or do worse.
-
-    Raises:
-        ValueError: A number is NaN or infinite.
     """
     jobs = tuple(
         replace(

@@ -227,9 +227,6 @@ def _draw(
         metric: The metric that the trials logged.
         mode: `max` or `min`.
         answer: A line that says which trial is the best, for the title.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
     """
     require_extra("plot", "a picture of a sweep", "matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -92,7 +92,6 @@ def _room(column: Column, text: int) -> int:
 
 
 def _without_lines(table: Table, columns: Sequence[Column]) -> Table:
-    """Returns a table without borders, with some columns of another table."""
     part = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_footer=table.show_footer)
     for column in columns:
         right = column.justify == "right"

@@ -121,5 +121,4 @@ def printing_ranks(texts: Sequence[str]) -> list[int]:
 
 
 def _parts(texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Splits each text into its kind and its details."""
     return [(kind, body) for kind, _, body in (text.partition("\n") for text in texts)]
