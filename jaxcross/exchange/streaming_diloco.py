@@ -1,5 +1,4 @@
-"""Streaming DiLoCo: the ranks take turns exchanging fragments of the model while they keep
-training.
+"""Streaming DiLoCo: the ranks exchange the model one fragment at a time while they keep training.
 
 In DiLoCo, the ranks train independently for a round of many steps, then exchange the whole model
 while everyone waits. Over a slow network, that one exchange can take much longer than a step.
@@ -30,18 +29,18 @@ there's a slice to exchange on every step, which loads the link evenly.
 would throw that progress away, so the rank continues from a mix of the new anchor and its own
 parameters.
 
-**The schedule.** What a step does is determined by a clock in the state (`FragmentTurns`). The host
-can compute this clock too, which lets it run the right program for each step, and a step without an
-exchange doesn't send anything.
+**The schedule.** The state contains a `Clock`, and `FragmentTurns` determines from it what a step
+does. The host can compute the clock too, so it always knows which program to run next. On a step
+with nothing to exchange, that's a program without any exchange.
 
 The clock counts turns (i.e. periods of `every / fragments` steps) and the steps within a turn. It
 used to count the steps of a round, which broke when a restart changed the length of a round: the
 outer step of one fragment was then silently taken on the pseudo-gradient of another.
 
 **Few bits.** Optionally, the elements of a pseudo-gradient are sent as 8-bit or 4-bit integers,
-with a float32 scale for each block of elements (`bits.quantise`). The paper uses 4-bit floats
-instead. Since every rank has its own scales, these integers can't be added by an all-reduce.
-Instead, every rank gathers the vectors of all ranks and sums them in float32.
+i.e. as multiples of a float32 unit chosen for each block of elements (`bits.quantise`). The paper
+uses 4-bit floats instead. Since every rank has its own units, an all-reduce can't add up these
+integers. Instead, every rank gathers the vectors of all ranks and sums them in float32.
 
 See benchmarks/results/carried.md for how close a step gets to the speed of computation alone.
 """
@@ -171,9 +170,10 @@ def streaming_diloco(
     ```
 
     Args:
-        inner: Steps on this rank's gradients.
-        outer: Steps on a fragment's pseudo-gradient, once per round. It must work elementwise (SGD
-            with or without momentum, Adam), because it operates on flat vectors.
+        inner: Optimizer that every step applies to this rank's own gradients.
+        outer: Optimizer for the anchors. Once per round, it takes a step on each fragment's mean
+            pseudo-gradient. It must work elementwise (SGD with or without momentum, Adam), because
+            it operates on flat vectors.
         axes: One axis name, or a tuple of names that act as a single axis.
         every: Steps per round. Each fragment is exchanged once per round. You can change this at a
             restart.
@@ -199,10 +199,10 @@ def streaming_diloco(
     float32 or wider. With a delay, there's also the fragment that's being exchanged, in its wire
     format. At 8 or 4 bits, the means are collected in another fragment in float32 as they arrive.
 
-    Bytes received per rank: for a fragment of n elements, including the padding to whole slices,
-    `2(P-1)/P 4n` at 32 bits (8n instead of 4n if a leaf is float64), and `(P-1) (bits/8 + 1/32) n`
-    at 8 or 4 bits. There's one such fragment every `every / fragments` steps, and its bytes are
-    spread over `delay` of them.
+    Bytes received per rank: with P ranks and a fragment of n elements, including the padding to
+    whole slices, `2(P-1)/P 4n` at 32 bits (8n instead of 4n if a leaf is float64), and
+    `(P-1) (bits/8 + 1/32) n` at 8 or 4 bits. There's one such fragment every `every / fragments`
+    steps, and its bytes are spread over `delay` of them.
 
     The step is compiled separately for each combination of what it exchanges and applies, the first
     time that combination comes up. Normally this makes `delay + 2 * fragments` programs, but only
@@ -298,8 +298,9 @@ class Turn(NamedTuple):
 class FragmentTurns:
     """The schedule of a round: when each fragment is captured, exchanged and applied.
 
-    It's computed from a clock in the optimizer's state, using integer arithmetic on scalars. Since
-    the host can evaluate that as well, it knows in advance what each step exchanges.
+    What a step does follows from the `Clock` in the optimizer's state, using nothing but integer
+    arithmetic on scalars. Since the host can evaluate that as well, it knows in advance what each
+    step exchanges.
 
     Attributes:
         every: Steps per round.
@@ -375,7 +376,7 @@ class FragmentTurns:
         return jnp.where((turn > 0) & (place < self.delay), exchanges, captures)
 
     def after(self, clock: Clock) -> Clock:
-        """Returns the next step's clock. The last fragment's turn is followed by turn 1."""
+        """Returns the next step's clock. Turn number `fragments` is followed by turn 1."""
         ends = clock.place + 1 >= self.period
         turn = jnp.where(clock.turn < self.fragments, clock.turn + 1, 1)
         return Clock(jnp.where(ends, turn, clock.turn), jnp.where(ends, 0, clock.place + 1))

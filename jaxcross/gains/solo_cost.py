@@ -38,7 +38,7 @@ from jaxcross.world import Control, World, gather
 T = TypeVar("T")
 
 EXCHANGE_SEGMENTS = 4
-"""Number of exchange segments in the cut that we measure in addition to the uncut step."""
+"""Number of collective segments in the cut that we measure in addition to the uncut step."""
 
 _WARM_UP_STEPS = 2  # the first steps have to get memory from the kernel
 _ONE_RANK_STANDS_FOR = 2  # ranks, if `mbps` is given on a single rank
@@ -269,9 +269,9 @@ class SoloCost:
         return max(measured_s, 8e-6 * nbytes / self._settings.mbps)
 
     def _cut_profile(self, program: Program, whole: Profile) -> Profile | None:
-        """Profiles the step when it's cut into four exchange segments.
+        """Profiles the step when it's cut into four collective segments.
 
-        Returns None if the cut has no more exchange segments than the uncut step, or if it fails.
+        Returns None if the cut has no more collective segments than the uncut step, or if it fails.
         """
         if not whole.exchange_s:
             return None

@@ -3,30 +3,41 @@
 The interleaver decides the order in which the jobs' computations and exchanges run, but leaves
 running them to others: it has no threads and no clock, and uses neither JAX nor MPI. That way, the
 same class makes the decisions in real runs, in the simulator and in the model check, under any
-policy. Its state changes only in `handle`, and `check` tests its invariants.
+policy. Its state changes only in `handle` (except that `announcement` empties the list of submitted
+texts), and `check` tests its invariants.
 
 **Compute lane.** Each rank orders its own compute segments, and keeps at most `depth` of them on
 the device at once. Whenever there's room and at least one job has a segment ready, we immediately
 dispatch the segment of the job that the policy picks. The lane is therefore work-conserving: it
-never holds the device back to wait for a job that isn't ready. A compute segment is ready once all
-compute segments it depends on have been dispatched (the device runs them in that order), all
-exchanges it depends on have completed and, if it overwrites the step's input state, the step has
-been committed.
+never holds the device back to wait for a job that isn't ready. A compute segment is ready once
+
+- its call may run: unless the job has failed here, a call may begin as soon as nothing holds the
+  job back (a pause, the policy or a joint start), and it may continue once it has begun or has been
+  admitted,
+- all compute segments it depends on have been dispatched (the device runs them in that order),
+- all exchanges it depends on have completed, and
+- the step has been committed, if the segment overwrites the step's input state.
 
 **Exchange lane.** All ranks run the same exchanges and votes in the same order. We call each
 position in that order a slot. Every rank works out the next slot on its own, from `SharedState`,
 which is identical everywhere. The only thing a rank decides for itself is *when* to start the slot:
 
 - It starts an exchange as soon as the segments that produce the exchange's inputs have been
-  dispatched on this rank. If one of them has failed, it starts the exchange immediately, with zeros
-  as inputs.
+  dispatched on this rank. If the job has failed on this rank, it starts the exchange immediately,
+  with zeros as inputs.
 - It doesn't wait before a commit vote (may this step overwrite the state?), a sync (communication
-  requested by a job's thread), a gathering (of announcements) or the vote on an idle job. A
-  comparison, in which the ranks exchange texts about a job that can't continue, starts once none of
-  the job's calls is running any more.
-- If no exchange is pending, the next slot is a `deferrable` vote. A rank enters it immediately if
-  it has something to report about the job whose turn it is. Otherwise it waits until the driver's
-  backoff has elapsed.
+  requested by a job's thread) or a gathering (of announcements). The same goes for the vote that
+  takes place, at most once between two exchanges, when the job whose turn it is hadn't called its
+  next step by the previous vote. It asks whether the job has done so by now; if not, another job's
+  exchange goes first.
+- A comparison, in which the ranks exchange texts about a job that can't continue, starts once the
+  job's calls have completed or failed on this rank. The exception is a call with exchanges that was
+  never committed. It can't have overwritten the state, so it doesn't matter if some of its segments
+  are still on the device.
+- If nothing else is due, the next slot is a `deferrable` vote. So are a few votes before the first
+  exchange, which give late jobs time to call their first step. A rank enters such a vote
+  immediately if it has something to report about the job that the vote is for. Otherwise it waits
+  until the driver's backoff has elapsed.
 
 **Why it can't deadlock.** We claim that a rank that has finished slot i starts slot i + 1 within
 bounded time, whatever the other ranks do. Since all ranks have the same slots, it follows that all
@@ -37,27 +48,30 @@ most once per slot. Two kinds wait for computation:
 - An exchange waits for the compute segments that produce its inputs. These segments depend neither
   on a later exchange nor on the step's commit (`StepGraph` rejects such programs), so all they need
   is the compute lane.
-- A comparison waits for a running call of the job, which has already received everything it needs
-  from the exchange lane.
+- A comparison waits for calls of the job that have already received everything they need from the
+  exchange lane.
 
-Neither wait can last forever, because a rank's computation makes progress without any help from
-other ranks: whatever runs on the device finishes eventually, policies must not starve a job, and a
-call that has begun can compute without another vote.
+Neither wait can last forever, because this rank can finish all of that computation without any help
+from the others. Policies must not starve a job, a call that has begun or has been admitted doesn't
+need another vote to run these segments, and whatever is on the device finishes eventually.
 
 **Why it doesn't spin.** If ranks could enter deferrable votes whenever they liked, they'd vote in a
-busy loop while all jobs are computing. So a rank skips the backoff only if its job is waiting or
-has failed on this rank, or once after a request or an added job. If all ranks skip it because the
-same job is waiting or has failed on each of them, the vote achieves something: the job's step is
-admitted, its batch is granted, or the job ends. Otherwise some rank has nothing to report, and its
-backoff holds up the vote for everyone.
+busy loop while all jobs are computing. So a rank skips the backoff only if the job that the vote is
+for (`Slot.job`) is waiting or has failed on this rank, or just once after an event that has to
+reach all ranks soon, such as a request or an added job (`BallotWriter.urgent`). If all ranks skip
+the backoff because the same job is waiting or has failed on each of them, the vote achieves
+something: the job's step is admitted, its batch or sync is granted, or the job ends. Otherwise some
+rank has nothing to report, and its backoff holds up the vote for everyone.
 
 **Membership.** Jobs are numbered, and numbers are never reused. So when an event arrives after its
 job has left the run, we can tell that it's stale and isn't about a newer job. A job added during
 the run joins between two votes, once all ranks have added it (`PendingJobs`).
 
 **Joint start.** A run may hold back its jobs' first steps until all jobs are ready to make theirs;
-see `JointStart` for why this wait always ends. No vote can let a held-back job continue, so unlike
-other waiting jobs, it doesn't make its rank vote immediately.
+see `JointStart` for why this wait always ends. Whenever a job calls a step during the joint start,
+or is excused from it, the rank enters the next vote immediately, because that vote may end the
+joint start. Once a job has reached its first step on all ranks, it gives no rank any further reason
+to skip the backoff, since the votes are now for jobs that are still awaited.
 
 **Failure.** If a rank fails in the middle of an admitted step, the other ranks are still going to
 enter the step's remaining exchanges, so the failed rank takes part in them with zeros. It then
@@ -112,7 +126,8 @@ class Interleaver:
         self._backing_off = False  # the driver is already backing off before the next slot
         self._idle_votes = 0  # consecutive votes that changed nothing
         self._starting = False  # a joint start is holding back the jobs' first steps
-        self._moves = 0  # exchanges, calls that returned, and votes that changed something
+        # Counts progress of any kind: exchanges, calls that returned, votes that changed something.
+        self._moves = 0
         self._out: list[m.Instruction] = []
 
     @property
@@ -136,7 +151,10 @@ class Interleaver:
         return self._ballot_writer.pending.announcement()
 
     def pending_waits(self) -> dict[int, Wait]:
-        """Returns the waits, by job, of jobs between two exchanges that aren't held back."""
+        """Returns what each job is waiting for, by job number.
+
+        Leaves out jobs that aren't waiting, are held back, or have exchanges left in their step.
+        """
         found = {}
         for number, mine in self._jobs.items():
             shared = self.shared.jobs[number]
@@ -227,7 +245,9 @@ class Interleaver:
             case m.TextsCompared(job, texts):
                 self._expect("compare", job)
                 self.shared.queued_done()
-                # The ranks have exchanged texts about a job that can't continue. On a rank where
+                # The ranks have exchanged texts about a job that can't continue. Each text begins
+                # with its kind: a rank may report that the job failed, or that it ejected the job
+                # because of invalid values, such as a loss that isn't finite. On a rank where
                 # nothing went wrong, the text just says where the job's thread is waiting. So the
                 # job counts as ejected if at least one rank ejected it and no rank reports a
                 # failure.
@@ -247,7 +267,7 @@ class Interleaver:
                 self._apply_to_job(event)
 
     def _apply_to_job(self, event: m.Event) -> None:
-        """Applies an event from one of the job's own threads."""
+        """Applies an event that's about a single job and doesn't come from a lane."""
         match event:
             case m.StepCalled(job):
                 self._jobs[job].begin_call(event, self.step(job))
@@ -332,6 +352,7 @@ class Interleaver:
             self._out += [m.TextDelivered(text) for text in delivered]
 
     def _update_job(self, job: int) -> None:
+        """Updates everything that follows from a job's state, which may just have changed."""
         self._answer_thread(job)
         self._note_ready(job)
         self._ballot_writer.touch(job)
@@ -355,9 +376,9 @@ class Interleaver:
         mine = self._jobs[job]
         shared = self.shared.leave(job)
         ended = mine.point is not None and mine.point.kind == "end"
-        # Report the number of steps made on all ranks. The `shared.step` counter includes calls
-        # that aren't steps, such as evaluations, so subtract these. Local calls since the last
-        # exchange aren't in there yet, so don't subtract those.
+        # Report the number of steps made on all ranks. `shared.step` also counts calls that aren't
+        # steps, such as evaluations. Subtract them, except for local calls since the last exchange,
+        # which it doesn't include yet.
         step = shared.step - (mine.other_calls - mine.other_local_calls)
         self._out.append(m.JobFinished(job, status, step, texts, stop_requested=shared.stop))
         if mine.is_waiting and not ended:

@@ -53,9 +53,11 @@ OutcomeKind = Literal[
 class Slot:
     """One operation on the exchange lane, which all ranks perform together.
 
-    A vote is `deferrable` if no exchange is pending. Nothing else is waiting in that case, so a
-    rank may put off entering the vote for a little while, unless it has something to report about
-    `job`, the job whose turn it is (-1 if all jobs are paused).
+    A vote is `deferrable` if there's nothing else to do, or if it's one of the few votes before the
+    first exchange that give late jobs time to call their first step. A rank may put off entering
+    such a vote for a little while, unless it has something to report about `job`. That's the job
+    whose turn it is or, during a joint start and in those first votes, a job that the others are
+    waiting for (-1 if all jobs are paused).
     """
 
     kind: SlotKind

@@ -1,26 +1,30 @@
 """`JobEngine`: the machinery behind a `JobContext`, which is what users see of a job.
 
-The engine runs the job's function in a dedicated thread. All ranks agree on the order of steps, so
-when the function calls a step, the engine waits its turn, runs the step, and counts it. The engine
-also holds the job's state, metrics and status, which remain available after the job has ended.
+The engine runs the job's function in a dedicated thread. When the function calls a step, the engine
+has the run's driver run it, and then counts it. The engine also holds the job's state, metrics and
+status, which remain available after the job has ended.
 
 **Running a step.** If functions called their steps directly, two jobs could start their exchanges
 in a different order on different ranks, and deadlock. Instead, `JobEngine.run` submits the call to
-the driver, which works out with the other ranks when the step's segments get to run. A step only
-counts once all ranks have committed it, so any bookkeeping that depends on the number of steps
-happens after the commit: counting examples and skipped steps, checking replicas, and recording the
-position in the data from which a restart would resume.
+the driver. The driver runs exchanges in an order that's the same on all ranks, whereas compute
+segments run in an order that each rank chooses for its own device.
+
+A step that exchanges something only counts once all ranks have committed it. (A local step, which
+doesn't exchange anything, counts right away.) So any bookkeeping that depends on the number of
+steps happens after the call: counting examples and skipped steps, checking replicas, and recording
+the position in the data from which a restart would resume.
 
 **Ending a job.** There are many ways for a job to end: its function returns or raises, a vote stops
 it, another rank fails, or the function swallows the exception that was meant to end it and carries
 on regardless. Whatever happens, the job's thread first reports to the driver, then waits until the
 job has ended on all ranks. Its status isn't known any earlier: even if the function has returned
-here, another rank may still fail. After that, the thread reads back the logged metrics, sets the
-final status, and drops all references except those to the state.
+here, another rank may still fail. After that, the thread sets the final status, reads back the
+logged metrics, and drops all references except those to the state.
 
 **Saving the last state.** Writing a checkpoint requires communication, which a running job does in
 the exchange lane (the thread that runs all collective operations). If the function returns
-normally, saving the last state that way is the final thing the job's thread does.
+normally, saving the last state that way is the last thing the job's thread does before it reports
+to the driver.
 
 A job that was stopped or has failed can no longer communicate during the run. The runner saves its
 last state after the run instead, when the ranks communicate directly (`JobEngine.save_after_run`).
@@ -96,9 +100,9 @@ class JobEngine:
             the job's batches.
         step: How many steps the job has made.
         first_step: How many of these steps were made by earlier runs.
-        cuts: The number of segments into which `cut="auto"` has cut each step, by the step's key.
-            We save this to make sure that a restart cuts the step in the same way. 0 means that the
-            step was cut for a job that runs alongside others.
+        cuts: The number of collective segments that `cut="auto"` has chosen for each step, by the
+            step's key. We save this to make sure that a restart cuts the step in the same way. 0
+            stands for the cut used alongside other jobs, which is chosen by size rather than timed.
         nonfinite: What to do with exchanged values that aren't finite.
         rank_local: Names of the leaves that differ between ranks by design.
         latest: The job's latest state.
@@ -109,7 +113,8 @@ class JobEngine:
         evaluations: Evaluations that run every n steps, and early stopping.
         metrics: The metrics logged by the job.
         batch_loops: Begins the job's loops over batches.
-        loops: The job's open loops over batches, in the order in which they began.
+        loops: The job's loops over batches, in the order in which they began. Loops that have been
+            closed are only removed when another loop begins.
         planned_steps: The step at which the job's latest loop will end unless it's cut short; None
             if unknown.
         left_over: Whether a loop ended because another rank ran out of data while this rank still
@@ -204,7 +209,10 @@ class JobEngine:
 
     @property
     def steps_left(self) -> int | None:
-        """How many batches are left in the job's loops on this rank; None if unknown."""
+        """The most batches left in any of the job's open loops on this rank.
+
+        None if no loop is open, or if we don't know how many batches are left in one of them.
+        """
         left = [loop.batches_left for loop in self.loops if not loop.closed]
         return None if None in left else max((n for n in left if n is not None), default=None)
 
@@ -215,7 +223,7 @@ class JobEngine:
 
     @property
     def save_every(self) -> int | None:
-        """The interval, in steps, at which a plain loop saves, or None if it isn't set."""
+        """The interval, in steps, at which the loop of a `jaxcross.Job` saves; None if not set."""
         return None if self.resumption is None else self.resumption.every
 
     def unsavable_reason(self) -> str:
@@ -294,9 +302,9 @@ class JobEngine:
         """Calls the job's function, stores the state that it returns, and saves it."""
         driver, record = self.running()
         result = self._function(self.context, **self._arguments)
+        # Raise if another thread has iterated over the job's batches. The function may have
+        # returned normally all the same.
         self.running()
-        # This raises if another thread has misused the job's loops, which needn't have kept the
-        # function from returning normally.
         if result is not None:
             self.latest.set(result, self.step)
         del result
@@ -386,7 +394,8 @@ class JobEngine:
                 if record.prints_error:
                     self._print_failure(self.error)
                 forget_locals(self.error)
-            # The function may have been interrupted before it could set its latest state.
+            # If the job didn't end normally, its function may not have had the chance to store the
+            # state after its latest step, so take that state from the step's results.
             if status != JobStatus.ENDED:
                 self.latest.adopt_results()
             self.replicas.finish(status, self.step)
@@ -420,7 +429,7 @@ class JobEngine:
         self.done.set()
 
     def _print_failure(self, error: JobError | ExchangeError) -> None:
-        """Prints why the job failed now, since the run may go on for days before it raises."""
+        """Prints why the job failed. The run may continue for days before it raises the error."""
         cause = error.__cause__
         if cause is None or self.status == JobStatus.EJECTED:
             print_error(f"jaxcross: {error}")
@@ -588,14 +597,19 @@ class JobEngine:
         self.cuts[key] = n_segments
 
     def first_use(self, program: Program, step: object, *, candidate: bool = False) -> bool:  # noqa: ARG002
-        """Whether `program`, or an equivalent program, is new to this job. Same on every rank.
+        """Whether the job has used neither this program nor an equivalent one before.
 
-        See `StepRegistry.first_use`.
+        Same on every rank. See `StepRegistry.first_use`.
         """
         return self.registry.first_use(program, step)
 
     def agree(self, agreement: Agreement) -> None:
-        """Runs a step's agreement and compares `nonfinite` between ranks. Waits for all ranks.
+        """Checks that all ranks are about to perform the same exchanges, with equal `nonfinite`.
+
+        Waits for all ranks.
+
+        Args:
+            agreement: Compares the exchanges between ranks.
 
         Raises:
             JobError, ExchangeError: On every rank: `nonfinite` or the exchanges differ.
@@ -714,9 +728,10 @@ class JobEngine:
         outputs = driver.call(record, graph, execution, in_step=leads)
         if self.evaluations.running:
             return outputs  # evaluations don't count as steps or change the state
-        # Once `driver.call` has returned, all ranks have agreed to keep (commit) the results of
-        # this call. Had it failed on some rank, an error would have been raised on all of them.
-        # From here on, the call counts as a step.
+        # If the call exchanges anything, `driver.call` only returns once all ranks have agreed to
+        # keep (commit) its results. Had it failed on some rank before that, an error would have
+        # been raised on all of them. So from here on, the call counts as a step. Local steps, which
+        # don't exchange anything, count without a commit.
         trains = self.registry.trains(compiled)
         if trains:
             self.step += 1
@@ -854,9 +869,10 @@ class JobEngine:
         return self.latest.state
 
     def save(self, state: PyTree) -> None:
-        """Sets the job's state, and saves it if there are checkpoints; see `JobContext.save`.
+        """Sets the job's state, runs the evaluations that are due, and saves the state.
 
-        Waits for all ranks if it saves.
+        Doesn't save if there are no checkpoints. Waits for all ranks if it saves, and may wait for
+        them if it evaluates. See `JobContext.save`.
         """
         self.latest.set(state, self.step)
         self._evaluate()
@@ -956,7 +972,8 @@ class JobEngine:
         for segment, (kind, begin_ns, finish_ns, size) in enumerate(parts):
             # With a parameter server, both computation and communication happen in the job's own
             # thread, rather than in the compute lane and the exchange lane (the threads that run
-            # the steps of other jobs). That's why the report shows the job in its own lane.
+            # the steps of other jobs). Those two are lane 0 of their kind, so the report shows this
+            # job's spans in lanes of their own, numbered from 1.
             self._listeners.span(
                 Span(
                     rank=self.world.rank,

@@ -36,7 +36,7 @@ class JobMemory:
         peak_bytes: The peak number of bytes in use during a step, including the step's arguments.
         boundary_bytes: The most bytes that stay in use between two of a step's segments, where
             segments of other jobs may run.
-        exchange_temporary_bytes: The most bytes of temporary arrays that any exchange segment
+        exchange_temporary_bytes: The most bytes of temporary arrays that any collective segment
             needs.
 
     Raises:

@@ -2,8 +2,10 @@
 
 A program alternates between compute segments and collective segments, which contain the exchanges:
 compute 0, collective 0, compute 1, collective 1, and so on, ending with one last compute segment,
-the tail. An equation's *position* is the index of its segment in this sequence, so computation
-happens at even positions and exchanges at odd positions.
+the tail. An equation's *position* is its place in this sequence: compute segments are at even
+positions, and collective segments, which may include some of the host's work as well as exchanges,
+are at odd positions. A position that ends up empty doesn't get a segment, so positions differ from
+the numbers of the segments in the finished program.
 
 **Problem.** A compute segment runs as a single XLA executable, so with just one cut, no gradient
 can be sent until the entire backward pass has finished. With more cuts, the first gradients are in
@@ -11,21 +13,24 @@ flight while the last are still being computed. But XLA can't fuse operations ac
 anything that later segments read has to stay in memory. How many cuts to make is therefore up to
 the user (`cut=`), and this module decides which equation goes where.
 
-**Order of decisions.** Exchanges are placed first. All exchanges of the same level, i.e. with the
-same number of exchanges before them, form a group. Adjacent groups are merged if the work between
-them is cheapest on the host, and a group is split up if `cut` asks for more segments.
+**Order of decisions.** Exchanges are placed first. An exchange's level is the length of the longest
+chain of exchanges leading up to it (see `Graph.level` for an exception), and exchanges of the same
+level form a group. Adjacent groups are merged if the work between them is best done by the host,
+and a group is split up if `cut` asks for more segments.
 
-Next comes everything that the exchanges need, placed as early as they need it. Whatever is left,
-such as metrics and the optimizer, goes where it keeps the fewest bytes alive.
+Next comes everything that the exchanges need, each equation right before the first exchange that
+needs it. Whatever is left, such as metrics and the optimizer, goes where it keeps the fewest bytes
+alive.
 
 **All ranks must agree.** Every rank has to put the same exchanges into the same segments, even if
 other shapes differ, say because one rank's last batch is short. So decisions about exchanges may
-only depend on the order of the equations, on the exchanges themselves, and on shapes that follow
-from them.
+only depend on the step's operations and how they depend on one another, on the order and the shapes
+of the exchanges, and on other shapes that follow from these.
 
 **Alternatives.** A gradient's place in the jaxpr would be a simpler way to tell when it's ready,
-but it's misleading (`_by_readiness`). We could also count all freed memory when placing the last
-equations, but then an optimizer's own sums would pull its next state in front of the commit
+but it's misleading (`_by_readiness`). When placing the last equations, it would also be simpler to
+count all the memory that an equation frees. But with carried exchanges, that would often move the
+optimizer ahead of the commit, where the old state has to stay in memory next to the new one
 (`_positions`). For the cut rules, which are referred to here by number, and for other ideas that we
 rejected, see docs/explanation/cutting.md.
 """
@@ -67,7 +72,7 @@ Cut = Literal["whole", "auto"] | int
 # Below this size, copying an operand into a shared buffer is cheaper than the latency of a separate
 # message.
 BUCKET_BYTES = 1 << 20
-# Bytes of gradients per segment under cut="auto", which makes four segments for ResNet-50.
+# Exchanged bytes per collective segment under cut="auto". ResNet-50, for example, gets four.
 AUTO_BYTES = 25_000_000
 
 
@@ -78,11 +83,13 @@ def cut(traced: Traced, cut: Cut = "whole", *, bucket_bytes: int = BUCKET_BYTES)
 
     Args:
         traced: A step with no `cond` left for the host to decide (`Traced.undecided` is None).
-        cut: `"whole"` makes all exchanges together, after the computation they need and before the
-            rest. A number spreads the exchanges that don't depend on one another over that many
-            collective segments, in the order in which their operands become ready. `"auto"` makes
-            one collective segment per 25 MB of gradients, up to a maximum of 8. Ignored if the step
-            calls mpi4jax, in which case all of its exchanges end up in a single segment.
+        cut: `"whole"` performs all exchanges that don't depend on one another together, after the
+            computation they need and before the rest (except that a loop gets its own collective
+            segment, and carried exchanges come first). A number spreads them over about that many
+            collective segments, in the order in which their operands become ready. `"auto"` uses
+            about one collective segment per 25 MB that the step exchanges, up to a maximum of 8.
+            Ignored if the step calls mpi4jax, in which case all of its exchanges end up in a single
+            segment.
         bucket_bytes: Exchanges smaller than this are packed into flat buffers of up to this size.
 
     Raises:
@@ -131,9 +138,10 @@ def place_equations(graph: Graph, cut: Cut, *, accelerator: bool) -> Placement:
     if unit and not accelerator:
         groups[0] = with_host_ops(graph, groups[0], position)
         position.update(dict.fromkeys(groups[0].between, 1))
-    # With a single collective segment, only recompute operations whose results are bitwise
-    # identical no matter where they're compiled. That rules out arithmetic, which XLA may contract
-    # with whatever reads the result, changing the rounding.
+    # To save memory, cheap results aren't kept for later segments, which recompute them instead.
+    # If the step is only cut where its exchanges require it (`n_segments == 1`), only do this for
+    # operations whose results are bitwise identical no matter where they're compiled. That rules
+    # out arithmetic, which XLA may contract with whatever reads the result, changing the rounding.
     recomputed = recompute(graph, position, exact=n_segments == 1)
     return Placement(groups=groups, position=position, recomputed=recomputed)
 
@@ -171,9 +179,10 @@ def _n_segments(cut: Cut, graph: Graph) -> int:
 def _levels(graph: Graph) -> list[Group]:
     """Groups exchanges that don't depend on one another, in an order in which they can be made.
 
-    An exchange's level is the number of other exchanges that have to be made before it, one after
-    another. Exchanges of the same level form a group, except that each loop gets its own group
-    because we can't separate the exchanges inside it from its computation.
+    An exchange's level is the length of the longest chain of exchanges that it depends on, or more
+    if its result is better computed late (`Graph.level`). Exchanges of the same level form a group,
+    except that each loop gets its own group because we can't separate the exchanges inside it from
+    its computation.
 
     Carried exchanges, which need nothing but the step's inputs, come first: they can start right
     away, whereas other exchanges of their level may have to wait for the whole backward pass.
@@ -195,9 +204,10 @@ def _levels(graph: Graph) -> list[Group]:
 def _merge_over_host_ops(
     graph: Graph, groups: list[Group], host_work: HostWork | None
 ) -> list[Group]:
-    """Merges adjacent groups if the work between them is cheapest on the host (cut rule 4).
+    """Merges adjacent groups if the work between them is best done by the host (cut rule 4).
 
-    Otherwise, this work gets its own compute segment between the two collective segments.
+    The merged group becomes a single collective segment, which includes that work. If two groups
+    aren't merged, the work between them goes into a compute segment.
     """
     merged: list[_Merged] = []
     for group in groups:
@@ -238,7 +248,7 @@ class _Merged:
     def adds(self, graph: Graph, group: Group, host_work: HostWork | None) -> bool:
         """Tries to add the next group, and returns whether that worked.
 
-        This succeeds if the work between it and the groups so far is cheapest on the host.
+        This succeeds if the work between it and the groups so far is best done by the host.
         """
         if self.loop or any(i in graph.opaque for i in group.exchanges):
             return False
@@ -415,9 +425,10 @@ def _positions(graph: Graph, groups: Sequence[Group]) -> dict[int, int]:
             i: min(position.get(i, 2 * last), 2 * last) for i in sorted(work_before_commit(graph))
         }
     # Equations that free memory may be placed early (`_place_rest`). With carried exchanges, we
-    # only count memory held by results whose equations already have a position. Otherwise, an
-    # optimizer that sums up its own products would seem to free memory, which would pull its next
-    # state in front of the commit, where the old state is still alive.
+    # only count memory held by results whose equations already have a position. If we counted the
+    # optimizer's own temporaries as well, an addition of two of them would seem to free memory.
+    # That would move the computation of the next state ahead of the commit, where the old state has
+    # to stay in memory as well.
     holders = position.keys() if any(group.carried for group in groups) else range(len(graph.eqns))
     _place_rest(graph, position, tail=2 * len(groups), holders=frozenset(holders))
     return position
@@ -430,8 +441,9 @@ def _place_rest(graph: Graph, position: dict[int, int], tail: int, holders: froz
     that reads the result of exchange 1 were placed in a segment that exchange 2 needs, exchange 2
     would have to wait for exchange 1 even though it doesn't depend on it.
 
-    The only exception is when an equation's results are read at two positions and there's no other
-    choice.
+    There's one exception. If an equation's results are read at two positions, there may be no place
+    for it that suits both readers. It then goes to the earlier reader's position, even if that
+    makes the other reader wait for an exchange that it doesn't need.
     """
     rest = [i for i in range(len(graph.eqns)) if i not in position]
     awaited, behind = _awaited(graph, position, tail)

@@ -119,7 +119,8 @@ class Segment:
     Attributes:
         index: Position in the program. Segments are listed in an order in which they may run.
         kind: `compute` segments run on the accelerator, if there is one. `collective` segments run
-            on the host's CPU device, together with their exchanges.
+            on the host's CPU device, together with their exchanges. Messages to users call them
+            exchange segments.
         inputs: Ids of the values it reads.
         outputs: Ids of the values it defines.
         last_uses: Values that no later segment in the list reads. A value is dropped once all of

@@ -172,7 +172,7 @@ class Profile:
         equally long segments. If you can run the cut step, measuring its profile is more accurate.
 
         Args:
-            pieces: Number of exchange segments.
+            pieces: Number of collective segments.
 
         Raises:
             ValueError: `pieces` is below 1, or the step doesn't have exactly one exchange.
@@ -344,7 +344,7 @@ class ProfiledCut:
     Returned by `jaxcross.plan.cut`.
 
     Attributes:
-        pieces: Number of exchange segments.
+        pieces: Number of collective segments.
         profiles: The profiles the choice is based on. They must belong to the step that you pass to
             `crossover`.
     """

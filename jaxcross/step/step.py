@@ -127,7 +127,7 @@ def crossover(
             With several axes, ranks are numbered in row-major order. One of the sizes may be -1.
         cut: Where to cut the step. `"whole"` computes everything that precedes the exchanges, then
             performs all exchanges, then computes the rest. A number also cuts the computation at
-            points where gradients become ready, into roughly that many exchange segments. That way,
+            points where gradients become ready, into about that many collective segments. That way,
             a step that runs alone can exchange its first gradients while it's still computing the
             others. `"auto"` finds the fastest number on the first call, by timing several on copies
             of the arguments, and logs it. Alongside other jobs, which hide the exchanges anyway, it

@@ -192,7 +192,7 @@ class Variant:
         return self.children.get(index, make).choose(leaves)
 
     def program_in(self, n_segments: int) -> Program:
-        """Returns the program cut into `n_segments` exchange segments; `default` if 0."""
+        """Returns the program cut into `n_segments` collective segments; `default` if 0."""
         if n_segments == 0:
             return self.default
         known = self.compiled.get(n_segments)

@@ -17,9 +17,9 @@ the level refuses it.
 records that takes 0.1 s, far too slow to do for each new record. So `Room` relaxes Belady's rule in
 two ways:
 
-- - After sorting, we evict not just one record but enough to free 1/64 of the level. That leaves
+- After sorting, we evict not just one record but enough to free 1/64 of the level. That leaves
   room for many more records before we have to sort again.
-- - We also remember the smallest distance among the records we evicted (or would have evicted) as a
+- We also remember the smallest distance among the records we evicted (or would have evicted) as a
   bound. From then on, any new record at or beyond this distance is refused without sorting. The
   bound gets stale as the streams advance, so we sort again after a number of offers equal to 1/64
   of the number of records in the level.
@@ -93,7 +93,7 @@ class Room:
 
         Args:
             put: Function that offers the record to the level and returns whether the level has it
-                afterwards. The argument says whether the record may replace records that are still
+                afterwards. Its argument says whether the level may evict records that are still
                 needed.
             several_streams: Whether more than one stream uses the level.
         """
@@ -249,7 +249,7 @@ class _Level:
         pages: int,
         distance: Callable[[np.ndarray], np.ndarray],
         *,
-        exchange: bool = True,
+        evict_needed: bool = True,
     ) -> bool:
         if record in self.pages or pages > self._capacity:
             return record in self.pages
@@ -263,9 +263,9 @@ class _Level:
                     np.array([self.pages[number] for number in numbers], np.int64),
                 )
 
-            # Without `exchange`, pretend that the record isn't needed itself, so that it can't
+            # Without `evict_needed`, pretend that the record isn't needed itself, so that it can't
             # replace records that are.
-            own = max(int(distance(np.array([record]))[0]), 0 if exchange else UNNEEDED)
+            own = max(int(distance(np.array([record]))[0]), 0 if evict_needed else UNNEEDED)
             victims = self._room.victims(pages - self.free, own, residents)
             if victims is None:
                 return False
@@ -286,7 +286,7 @@ class _Level:
             self.put(record, pages, distance)
             return
         self._room.offer_copy(
-            lambda exchange: self.put(record, pages, distance, exchange=exchange),
+            lambda evict_needed: self.put(record, pages, distance, evict_needed=evict_needed),
             several_streams=several_streams,
         )
 

@@ -5,10 +5,11 @@ be killed at any moment. Even then, the level must not exceed its budget or retu
 it has to remain usable for everyone else. On top of that, records vary in size and are evicted in
 arbitrary order.
 
-**Files.** A level is a folder with three files. `data` holds the records' bytes, in 4096-byte
-pages. `pages` starts with a header, followed by a linked list (the next page of the same record,
-for each page) and a stack of free pages. `rows` has a 16-byte row per record: its first page, size
-and checksum, and a checksum of the row itself.
+**Files.** A level is a folder with three data files. `data` holds the records' bytes, in 4096-byte
+pages. `pages` starts with a header, followed by an array that maps each page to the next page of
+the same record, and a stack of free pages. `rows` has a 16-byte row per record: its first page,
+size and checksum, and a checksum of the row itself. There are also two empty files, `lock` and
+`users`, which only serve as file locks.
 
 **Space.** The number of pages is fixed, so the level can't exceed its budget. A record's pages form
 a linked list, which means that a record fits as soon as enough pages are free, wherever they are,
@@ -21,15 +22,15 @@ another process may have replaced the record under its feet, so the reader tries
 held. If the checksum is still wrong then, the record is corrupt and gets dropped.
 
 **Crashes.** To insert a record, we first write its bytes to pages that are still free. If we're
-killed at this point, nothing has changed. Then we update the stack of free pages, the linked list
-and, last of all, the row, with a dirty flag set in the header throughout. If a process finds this
-flag set when it takes the lock, it keeps all rows that are intact and rebuilds the stack of free
-pages from them. The first user of a level always does this.
+killed at this point, nothing has changed. Then we update the stack of free pages, the links between
+the record's pages and, last of all, the row, with a dirty flag set in the header throughout. If a
+process finds this flag set when it takes the lock, it keeps all rows that are intact and rebuilds
+the stack of free pages from them. The first user of a level always does this.
 
 **Full disks.** `pages` and `rows` are memory-mapped, and writing to a mapping on a full disk would
 kill the process with SIGBUS. So we allocate these files up front (`_resize`). The records' bytes
-are written with `pwrite`, which raises an ordinary error when the disk is full; in that case, the
-level turns itself off.
+are written with `pwrite`, which raises an ordinary error when the disk is full. If that happens,
+the process stops adding records to the level, but still reads those that are there (`is_off`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ from jaxcross.data.cache.next_use import PAGE_BYTES, UNNEEDED, Room, pages_of
 
 _log = logging.getLogger("jaxcross")
 
-# The columns of a row, 4 bytes each. Pages are numbered from 1 here; 0 means no page.
+# The columns of a row, 4 bytes each. `FIRST` and the array of next pages number pages from 1, and 0
+# means no page. Everywhere else, pages are numbered from 0.
 FIRST, NBYTES, CRC, CHECK = range(4)
 ROW_BYTES = 16
 HEADER = 8  # number of 8-byte words in the header, two of them in use
@@ -66,13 +68,16 @@ SMALLEST_BYTES = 16 * PAGE_BYTES
 class PageStore:
     """A level with a hard budget, shared by all processes that use the same folder. Thread-safe.
 
-    Create and close it while holding a lock that's common to all users of the level.
+    Create and close it while holding a lock that all users of the level have in common, such as the
+    `open.lock` of a `Cache`. The level's own lock doesn't protect against users that come and go.
 
     Args:
         folder: The level's own folder, created if it doesn't exist.
         name: The level's name, for log messages.
-        budget_bytes: Combined size of `data` and `pages`. `rows` takes another 16 bytes per record.
-        distances: Maps record numbers to the number of positions until each record's next use.
+        budget_bytes: Maximum size of `data` and `pages` together. `rows` comes on top of that, with
+            16 bytes for each record of the data sets.
+        distances: Maps record numbers to distances, i.e. to the number of positions until each
+            record's next use.
         several_streams: Returns whether more than one stream uses the level.
 
     Raises:
@@ -81,7 +86,8 @@ class PageStore:
 
     Attributes:
         damaged: Number of records dropped because their bytes didn't match their checksum.
-        is_off: Whether writes are disabled because one has failed. Reading still works.
+        is_off: Whether this process no longer adds records because a write has failed. Reading
+            still works.
     """
 
     def __init__(
@@ -164,9 +170,11 @@ class PageStore:
     def close(self) -> None:
         """Closes the level's files, after which lookups find nothing. Waits for other threads."""
         with self._lock:
-            # Once we've closed the file, the kernel may reuse its descriptor for a different file,
-            # which a thread in the middle of a lookup would then read from. So we remove the rows
-            # first; that way, lookups don't find anything to read.
+            # Lookups don't take the lock, so we remove the rows before we close the file: that way,
+            # new lookups don't find anything to read. But a lookup that's in progress may already
+            # have its row, and try to read from the closed descriptor. That raises an error, which
+            # `get` catches. If the kernel has reused the descriptor for a different file, the read
+            # succeeds, but the checksum exposes the bytes as wrong.
             self._is_closed = True
             self._rows = np.empty((0, 4), np.uint32)
             os.close(self._data)
@@ -190,9 +198,9 @@ class PageStore:
             if not self._is_closed:
                 raise
             return None
-        # The checksum is wrong. Either another process replaced the record while we were reading
-        # it, or the record is corrupt. To find out, read it again with the lock held: nobody else
-        # can change anything now, so if the checksum is still wrong, the record is corrupt.
+        # If the checksum is wrong, either another process replaced the record while we were reading
+        # it, or the record is corrupt. To find out, read it again with the lock held. Nobody else
+        # can change anything then, so if the checksum is still wrong, the record is corrupt.
         if blob is None and number in self:
             with self._locked():
                 if self._is_closed:
@@ -203,14 +211,14 @@ class PageStore:
                     self.damaged += 1
         return blob
 
-    def put(self, number: int, blob: bytes, salt: int = 0, *, exchange: bool = True) -> bool:
+    def put(self, number: int, blob: bytes, salt: int = 0, *, evict_needed: bool = True) -> bool:
         """Offers a record to the level. Returns whether the level has it now.
 
         If the level is full, it evicts the records whose next use is furthest away, unless the new
         record's own next use is even further away. In that case, it refuses the new record.
 
         If a write fails, e.g. because the disk is full, this process logs a single warning and
-        turns the level off for itself.
+        refuses all new records from then on.
 
         Args:
             number: The record's number.
@@ -218,8 +226,8 @@ class PageStore:
             salt: Seed of the record's checksum, different for each data set. If the same number is
                 later given to another data set's record, `get` finds a checksum mismatch instead of
                 returning the old record.
-            exchange: Whether the record may replace records that are needed later. If not, it only
-                replaces records that no stream is known to need.
+            evict_needed: Whether the level may evict records that some stream still needs. If not,
+                it only evicts records that, as far as we know, no stream needs.
         """
         needed = pages_of(len(blob))
         if self.is_off or not needed or needed > self.n_pages or number >= len(self._rows):
@@ -232,10 +240,10 @@ class PageStore:
                     return True
                 lacking = needed - int(self._header[FREE])
                 if lacking > 0:
-                    # Without `exchange`, pretend that nobody needs the record. That way, it can
-                    # only replace records that nobody needs either.
+                    # Without `evict_needed`, pretend that nobody needs the new record. That way, it
+                    # can only replace records that nobody needs either.
                     distance = max(
-                        int(self._distances(np.array([number]))[0]), 0 if exchange else UNNEEDED
+                        int(self._distances(np.array([number]))[0]), 0 if evict_needed else UNNEEDED
                     )
                     victims = self._room.victims(lacking, distance, self._residents)
                     if victims is None:
@@ -259,7 +267,7 @@ class PageStore:
         if pages_of(len(blob)) <= self._header[FREE]:
             return self.put(number, blob, salt)
         return self._room.offer_copy(
-            lambda exchange: self.put(number, blob, salt, exchange=exchange),
+            lambda evict_needed: self.put(number, blob, salt, evict_needed=evict_needed),
             several_streams=self._several_streams(),
         )
 
@@ -270,7 +278,10 @@ class PageStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Holds the level's lock, after repairing the level if a process died mid-change."""
+        """Returns a context that holds the level's lock.
+
+        Once it has the lock, it repairs the level if a process has died in the middle of a change.
+        """
         with self._lock:
             if self._header[DIRTY] and not self._is_closed:
                 self._recount()
@@ -354,9 +365,10 @@ class PageStore:
         return None if page else pages
 
     def _read(self, number: int, salt: int) -> bytes | None:
-        # Fast path: if the record's pages are adjacent, we can read it with a single system call
-        # and without copying. Gathering every record page by page raised the CPU time per image
-        # from 0.89 to 1.08 times that of reading a local folder (benchmarks/results/benchmarks.md).
+        # Fast path: if the record's pages are adjacent, a single system call reads all of it, and
+        # the result doesn't have to be copied. When we still gathered every record page by page,
+        # the CPU time per image was 1.08 times that of reading a local folder, instead of 0.89
+        # times (benchmarks/results/benchmarks.md).
         first, nbytes, crc, check = self._rows[number].tolist()
         if check == _check(number, first, nbytes, crc) and self._is_one_run(first, nbytes):
             found = os.pread(self._data, nbytes, (first - 1) * PAGE_BYTES)

@@ -142,7 +142,7 @@ def test_copies_replace_nothing_for_one_stream():
     room, offers = Room(128), []
 
     def put(taken):
-        return lambda exchange: offers.append(exchange) or taken
+        return lambda evict_needed: offers.append(evict_needed) or taken
 
     assert [room.offer_copy(put(False), several_streams=False) for _ in range(7)] == [False] * 7
     assert offers == [False, False, False]  # the first, fourth and seventh
