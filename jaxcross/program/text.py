@@ -97,12 +97,14 @@ def _parse_ranges(text: str) -> tuple[int, ...]:
     out: list[int] = []
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
-        span = range(int(first), int(last or first) + 1)
-        if not span or len(out) + len(span) > _MOST_VALUES:
+        start = int(first)
+        stop = int(last or first) + 1
+        # Compare the bounds, because `len` raises an OverflowError if a range is too long.
+        if start >= stop or len(out) + stop - start > _MOST_VALUES:
             raise ValueError(
                 f"`{part}` is not a range, or there are more than {_MOST_VALUES} numbers"
             )
-        out += span
+        out += range(start, stop)
     return tuple(out)
 
 

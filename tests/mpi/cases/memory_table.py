@@ -110,7 +110,7 @@ def a_job_too_many_fails_alone():
     for job, other in zip(three.jobs, two.jobs, strict=False):
         same(job, other)
     assert re.search(
-        r"Alone it needs [\d.]+ MB, which is too much as well\. "
+        r"Even alone, it needs [\d.]+ MB, which is too much\. "
         "To make it fit, run fewer jobs at once, ",
         text,
     )

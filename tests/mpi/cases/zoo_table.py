@@ -135,14 +135,16 @@ def oracles(rows):
     mine = {}
     for row in [row for row in rows if row.vmap][rank::size]:
         function, state = row.build(size)
-        oracle, states, results = over_ranks(function, row.axes(size)), [state] * size, []
+        oracle = over_ranks(function, row.axes(size))
+        states = [state] * size
+        by_step = []
         for n in range(row.steps):
             results = oracle([(s, row.batch(r, n)) for r, s in enumerate(states)])
             states = [s for s, _ in results]
-            results.append([[plain(x) for x in jax.tree.leaves(r)] for r in results])
-        mine[row.name] = results
+            by_step.append([[plain(x) for x in jax.tree.leaves(r)] for r in results])
+        mine[row.name] = by_step
     return {
-        name: results for part in MPI.COMM_WORLD.allgather(mine) for name, results in part.items()
+        name: by_step for part in MPI.COMM_WORLD.allgather(mine) for name, by_step in part.items()
     }
 
 
