@@ -281,8 +281,7 @@ def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -
     `longest` is the job with the longest critical path, which is the bottleneck if its name is
     `chain`.
     """
-    transfer = merge_intervals(itertools.chain.from_iterable(timeline.transfer.values()))
-    working = merge_intervals([*timeline.computing, *transfer])
+    working = merge_intervals(itertools.chain(timeline.computing, *timeline.transfer.values()))
     late = {
         "compute": timeline.late_compute,
         "exchange": timeline.late_exchange,
