@@ -260,12 +260,8 @@ def buffer_of(array: jax.Array) -> Hashable:
         if array.is_fully_addressable and len(array.sharding.device_set) > 1:
             return tuple(shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards)
         return array.unsafe_buffer_pointer()
-    except (
-        AttributeError,
-        RuntimeError,
-        ValueError,
-    ):
-        # Either the backend doesn't provide a pointer, or the array has been donated.
+    except (AttributeError, RuntimeError, ValueError):
+        # The backend can't return a pointer, or the array has been donated and has no buffer.
         return id(array)
 
 

@@ -163,9 +163,10 @@ class LaunchTable:
         self._live.stop()
 
     def pipe(self, stream: IO[str] | None) -> int | None:
-        """Returns the argument to `Popen` that redirects the ranks' output to this object.
+        """Returns what to pass to `Popen` as `stdout` or `stderr`.
 
-        Leaves the output alone if it goes to a file instead of the terminal.
+        If the output goes to the terminal, that's a pipe, so that `follow` can print the output
+        above the table. If it goes to a file, we leave it alone.
         """
         return subprocess.PIPE if _is_terminal(stream) else None
 

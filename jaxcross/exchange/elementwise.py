@@ -217,9 +217,9 @@ def _levels(jaxpr: Jaxpr, given: Sequence[_Level], sizes: AbstractSet[int]) -> l
                 # may reach any other, so all results get the highest level among the operands and
                 # the values computed inside the loop.
                 #
-                # Kernels, e.g. from Pallas, have no results, because they write to references
-                # instead. If a kernel's body combines different elements, we play it safe and treat
-                # everything it writes as depending on other elements.
+                # The body of a kernel, e.g. from Pallas, writes to references and has no results.
+                # If it combines different elements anywhere, we assume that everything it writes
+                # depends on other elements.
                 bodies = [_levels(sub, [highest] * len(sub.invars), sizes) for sub in inner]
                 written = [
                     (_OTHERS, f"`{n}`")

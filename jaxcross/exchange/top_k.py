@@ -349,8 +349,8 @@ def _saturate_each(
     most = float(jnp.finfo(values.dtype).max)
     largest = jnp.asarray([min(most, times * float(jnp.finfo(t).max)) for t in types], values.dtype)
     # Look up which leaf each element belongs to, and the range of that leaf's type. The index of an
-    # empty slot is beyond the last leaf, so it's treated as part of that leaf, which is harmless
-    # because its value is 0.
+    # empty slot lies past the last leaf, so the slot gets the last leaf's range. That's harmless,
+    # because the slot's value is 0.
     largest = largest.at[jnp.searchsorted(jnp.asarray(ends), indices, side="right")].get(
         mode="clip"
     )

@@ -162,9 +162,9 @@ def count_examples(batch: PyTree, ranks: int) -> tuple[float | None, str]:
     shape = shapes[0]
     images = False
     if len(shape) == 4:
-        # These may be images, either channels-last, as in Flax, or channels-first. To tell which,
-        # compare the two dimensions that could hold the channels: images have more rows than
-        # channels, so the smaller dimension wins.
+        # These may be images, with the channels either in the last dimension, as in Flax, or in the
+        # second. An image has more rows and columns than channels, so the smaller of these two
+        # dimensions is the one with the channels.
         size, channels = (shape[1:3], shape[3]) if shape[3] < shape[1] else (shape[2:], shape[1])
         images = min(size) > 4 and channels in (1, 3, 4)
     return float(shape[0] * ranks), "images" if images else "examples"

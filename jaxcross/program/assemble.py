@@ -182,10 +182,10 @@ def _pack_on_device(
 ) -> None:
     """Moves the packing and unpacking of shared buffers into the neighbouring compute bodies.
 
-    If the compute segments around an exchange pack and unpack its shared buffer, only that buffer
-    has to be transferred between the accelerator and the host. Otherwise, every operand is
-    transferred separately, and each transfer takes a tenth of a millisecond, no matter how small
-    the array (`benchmarks/results/gpu_transfers.json`).
+    That way, only the shared buffer itself has to be transferred between the accelerator and the
+    host. If the exchange packed it on the host, every operand would need a transfer of its own,
+    which takes a tenth of a millisecond no matter how small the array is
+    (`benchmarks/results/gpu_transfers.json`).
 
     An equation stays in the collective body if
 

@@ -45,9 +45,10 @@ class Known:
     basis: frozenset[str] = frozenset()
 
     def meet(self, *others: Known) -> Known:
-        """Returns what we know about a value that's computed from this value and `others`.
+        """Returns what's known about a result if this and `others` are known about its operands.
 
-        This is the meet of a lattice with `UNKNOWN` at the bottom.
+        This is the meet of a lattice with `UNKNOWN` at the bottom: the result is only certain to be
+        equal along an axis if all operands are.
         """
         axes = self.axes.intersection(*(o.axes for o in others))
         return Known(axes, self.basis.union(*(o.basis for o in others))) if axes else UNKNOWN

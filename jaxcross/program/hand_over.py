@@ -1,6 +1,7 @@
 """Copies arrays between the accelerator and the host's CPU device.
 
-Compute segments run on the accelerator, collective segments on the CPU device.
+Compute segments run on the accelerator, but collective segments run on the CPU device. So every
+value that one kind of segment passes to the other has to be copied.
 """
 
 from __future__ import annotations
