@@ -88,8 +88,10 @@ class JobState:
         # This runs before every step, so only search for the state if the results have a new
         # structure.
         if structure != self._kind:
-            self._kind = structure
+            # Set `_kind` last. If the search raises, e.g. in a pytree node of the user's, the next
+            # call has to search again instead of using the part of an earlier structure.
             self._part = self._part_like_state(jax.tree.unflatten(structure, leaves))
+            self._kind = structure
         if self._part is None:
             return
         given = set(map(id, arguments))
