@@ -236,7 +236,7 @@ def test_policy_that_lets_no_others_come_as_far_is_refused_with_a_pruner():
     search = Grid({"lr": [1, 3, 2]}, pruner=optuna.pruners.ThresholdPruner(lower=0.0))
 
     def work(world):
-        with pytest.raises(ValueError, match="`sequential` not all of the 2 trials get turns"):
+        with pytest.raises(ValueError, match="`sequential` does not run all of the 2 trials"):
             sweep(
                 training(world),
                 search,

@@ -57,9 +57,9 @@ def test_compute_and_exchange_are_sums() -> None:
         ({"host_s": -1.0}, "`host_s` of `resnet` must be finite and not negative, got -1.0"),
         (
             {"memory": {"peak_bytes": 9}},
-            "the memory of a job has peak_bytes, boundary_bytes, exchange_temporary_bytes",
+            "the keys peak_bytes, boundary_bytes, exchange_temporary_bytes",
         ),
-        ({"memory": [9, 8, 1]}, "the memory of a job has"),
+        ({"memory": [9, 8, 1]}, r"the memory of a job must be a dict .*, got \[9, 8, 1\]"),
         ({"ranks": 10**400}, "`ranks` of `resnet` must be from 1"),
         ({"host_s": float("nan")}, "`host_s` of `resnet` must be finite"),
         ({"name": None}, "expected `str`, got `null` at `name`"),
