@@ -163,8 +163,8 @@ def lines() -> list[str]:
         "CutError: argument `args[1]` of `<lambda>` holds a `Model`, which is not an array.",
         "ValueError: argument [0]['key'] of `<lambda>` was donated to an earlier step and is gone.",
         (
-            "CutError: `<lambda>` was called under `jax.disable_jit()`: a crossover step exists as "
-            "executables only"
+            "CutError: `<lambda>` was called under `jax.disable_jit()`, but a crossover step only "
+            "runs compiled. Call it outside `disable_jit`."
         ),
         (
             "FloatingPointError: segment 0 of `logarithm` (computation) made an invalid value "

@@ -110,6 +110,7 @@ def test_what_is_no_function_is_refused() -> None:
         with pytest.raises(TypeError, match=f"^`crossover` takes a function, {text}"):
             jaxcross.crossover(wrong, axes="batch")
     with pytest.raises(
-        TypeError, match=r"^`step` is a crossover step already: give its function, `step.step`\.$"
+        TypeError,
+        match=r"^`step` is a crossover step already. Pass its function to `crossover`, `step\.",
     ):
         jaxcross.crossover(jaxcross.crossover(step, axes="batch"), axes="batch")

@@ -237,7 +237,7 @@ def test_the_profile_of_a_run_is_what_it_took(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "name", "message"),
     [
-        ({}, "b", "no job `b`; it has resnet"),
+        ({}, "b", "no job `b`; its jobs are resnet"),
         ({"others": ("b",)}, "resnet", "ran alongside other jobs"),
         ({"others": ("b",)}, "b", "ran alongside other jobs"),
         ({"steps": 2}, "resnet", "fewer than 3 whole steps"),
