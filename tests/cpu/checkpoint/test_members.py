@@ -111,7 +111,8 @@ def test_a_restart_has_the_same_jobs(by, tmp_path, caplog):
             "of its newest checkpoint, and not a step more"
         )
     assert (
-        sum("was stopped in an earlier run, and stays so" in text for text in resumes(caplog)) == 2
+        sum("was stopped in an earlier run, and stays stopped" in text for text in resumes(caplog))
+        == 2
     )
 
 
