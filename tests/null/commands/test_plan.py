@@ -165,7 +165,7 @@ def test_a_profile_is_written_from_a_report(tmp_path: Path) -> None:
         (
             'name = "small"',
             'name = "small"\ncut = 4',
-            "job `small` has the unknown key `cut`; known are",
+            "job `small` has the unknown key `cut`. The known keys are",
         ),
         ("script =", "scripts =", "unknown key `scripts`"),
         ('"train.py"', "3", "`script` must be the path"),
@@ -175,7 +175,7 @@ def test_a_profile_is_written_from_a_report(tmp_path: Path) -> None:
         (
             '"large.json"',
             '["large.json", "large.json"]',
-            "two profiles of `large` are of a step in 1 piece: ",
+            "two profiles of `large` have the same cut (`cut=1`). ",
         ),
         (
             '"large.json"',
@@ -192,7 +192,7 @@ def test_a_profile_is_written_from_a_report(tmp_path: Path) -> None:
             '"large.json"\nsteps = nan',
             "`steps` of job `large` must be a number above 0",
         ),
-        ('"large.json"', '"large.json"\nsteps = 1', "job `small` has no `steps`, others have"),
+        ('"large.json"', '"large.json"\nsteps = 1', "job `small` has no `steps`, but other"),
         ('"large.json"', '"jobs.toml"', "is not a profile of jaxcross"),
         ("[[job]]", "[[jobs]]", "unknown key `jobs`"),
         ("[[job]]", "[job", "jobs.toml`: "),
