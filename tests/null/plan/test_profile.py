@@ -173,11 +173,14 @@ def test_contention_is_read_back() -> None:
 @pytest.mark.parametrize(
     ("points", "message"),
     [
-        ([], "contention is measured at one or more rates"),
-        ({}, "contention is a list of points"),
+        ([], "contention must be measured at one or more rates"),
+        ({}, "contention must be a list of points"),
         ([1], r"expected `object`, got `int` at `\[0\]`"),
-        ([{"mbps": 1, "compute": 1}], "a point of a contention has the numbers"),
-        ([{"mbps": 1, "compute": 1, "exchange": 1, "x": 1}], "a point of a contention has the num"),
+        ([{"mbps": 1, "compute": 1}], "each point of a contention must have exactly"),
+        (
+            [{"mbps": 1, "compute": 1, "exchange": 1, "x": 1}],
+            "each point of a contention must have",
+        ),
         ([{"mbps": 1, "compute": "1", "exchange": 1}], r"expected `float`, got `str` at `\[0\]"),
         ([{"mbps": 1, "compute": True, "exchange": 1}], r"got `bool` at `\[0\]"),
         ([{"mbps": 1, "compute": 10**400, "exchange": 1}], r"out of range at `\[0\]"),
