@@ -175,7 +175,7 @@ def test_a_step_in_a_thread_that_is_no_job_is_refused():
         runner.run()
         assert not owner.in_run
         return caught[0].startswith(
-            "`train_step` was called from thread `mine`, which is not a job of the runner"
+            "`train_step` was called from thread `mine`, which doesn't belong to any job"
         )
 
     assert run_ranks(1, work) == [True]

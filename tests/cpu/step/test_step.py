@@ -149,8 +149,8 @@ def lines() -> list[str]:
             "positional arguments."
         ),
         (
-            "ValueError: argument 1 of `step` is donated and static, but what is static has no "
-            "arrays"
+            "ValueError: argument 1 of `step` is both donated and static, but a static argument "
+            "has no arrays"
         ),
         (
             "ValueError: static argument 1 of `step` cannot be hashed: it is or holds a `tuple` "
@@ -203,7 +203,7 @@ def test_second_thread_is_rejected_while_first_is_busy() -> None:
     run()
     name = threading.current_thread().name
     assert refused[0].startswith(
-        f"`second` was called from thread `mine` while thread `{name}` is in `first`. Ranks"
+        f"`second` was called from thread `mine` while thread `{name}` is running `first`. "
     )
     assert refused[1] == "no", "an error gives the turn back"
 
@@ -213,12 +213,12 @@ AXES = (
     "such as"
 )
 NUMBERS = (
-    "it is the number of a positional argument, such as 0, or a sequence of numbers, such as (0, "
-    "1)."
+    "must be the number of a positional argument, such as 0, or a sequence of numbers, such as (0, "
+    "1), got"
 )
 NAMES = (
-    "it is the name of an argument, such as 'state', or a sequence of names, such as ('state', "
-    "'batch')."
+    "must be the name of an argument, such as 'state', or a sequence of names, such as ('state', "
+    "'batch'), got"
 )
 CUT = 'cut must be "whole", "auto" or a positive number of exchange segments, not '
 
@@ -263,11 +263,11 @@ CUT = 'cut must be "whole", "auto" or a positive number of exchange segments, no
             ValueError,
             "`bucket_bytes` is `-1`: it counts bytes and must be a whole number from 0",
         ),
-        ({"donate_argnums": 0.0}, TypeError, f"`donate_argnums` is `0.0`: {NUMBERS}"),
-        ({"donate_argnums": True}, TypeError, f"`donate_argnums` is `True`: {NUMBERS}"),
-        ({"static_argnums": "x"}, TypeError, f"`static_argnums` is `'x'`: {NUMBERS}"),
-        ({"donate_argnames": 0}, TypeError, f"`donate_argnames` is `0`: {NAMES}"),
-        ({"static_argnames": ("x", 1)}, TypeError, f"`static_argnames` is `('x', 1)`: {NAMES}"),
+        ({"donate_argnums": 0.0}, TypeError, f"`donate_argnums` {NUMBERS} 0.0."),
+        ({"donate_argnums": True}, TypeError, f"`donate_argnums` {NUMBERS} True."),
+        ({"static_argnums": "x"}, TypeError, f"`static_argnums` {NUMBERS} 'x'."),
+        ({"donate_argnames": 0}, TypeError, f"`donate_argnames` {NAMES} 0."),
+        ({"static_argnames": ("x", 1)}, TypeError, f"`static_argnames` {NAMES} ('x', 1)."),
     ],
 )
 def test_invalid_options_are_rejected_where_given(options, error, sentence) -> None:
