@@ -148,7 +148,8 @@ def test_invalid_costs_are_refused(bad):
 def test_several_axes_are_refused():
     cost = JobCost(name="a", compute_s=1.0, exchange_s=1.0, params=PARAMS)
     with pytest.raises(
-        ValueError, match=r"^`axes` of `choose_compression` are `\('node', 'local'\)`"
+        ValueError,
+        match=r"^`axes` of `choose_compression` must be a single axis, got `\('node', 'local'\)`",
     ):
         choose_compression(1.0, [cost], ("node", "local"), ranks=4)
 

@@ -94,7 +94,7 @@ def test_static_jit_arguments_must_be_named_twice() -> None:
     jitted = jax.jit(lambda state, batch, n: n * step(state, batch), static_argnums=2)
     with pytest.raises(
         CutError,
-        match=r"^`<lambda>` .* name the static ones by `static_argnums` or `static_argnames` of",
+        match=r"^`<lambda>` .* Name its static arguments in `static_argnums` or",
     ):
         trace(jitted, (STATE, BATCH, 3), axes={"batch": 2}, wire=LocalRanks())
 
