@@ -130,7 +130,7 @@ def _part(body: dict[str, Any]) -> Part:
     _check_fields(body, Part)
     part = record(body, Part)
     if part.rank >= part.ranks:
-        raise ValueError(f"rank {part.rank} of only {part.ranks} ranks")
+        raise ValueError(f"rank {part.rank} of {part.ranks} ranks")
     for saved in body["leaves"].values():
         _check_fields(saved, SavedLeaf)
         _check_fields(saved["form"], Form)

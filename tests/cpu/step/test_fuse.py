@@ -75,7 +75,7 @@ says("ValueError: `when` must be one of 'faster', 'always'", jobs(cross), when="
 says("ValueError: Several jobs are named `j0`", [*jobs(cross, 1), *jobs(cross, 1)])
 says("TypeError: `jobs` must be a list of `jaxcross.Job`s, got [1]", [1])
 of_one = [jaxcross.Job(n, cross, jnp.ones(2), shared) for n in "ab"]
-says("ValueError: `batches` of jobs `a` and `b` are one", of_one)
+says("ValueError: `batches` of jobs `a` and `b` are the same iterator", of_one)
 bad = jaxcross.Job("bad", cross, jnp.ones(2), broken())
 says("JobError: Reading the first batch of job `bad` failed on rank 0: OSError", [bad])
 
