@@ -69,8 +69,8 @@ def as_numbers(value: Any, name: str) -> tuple[int, ...]:
     numbers = _listed(value, Integral)
     if not all(map(is_whole, numbers)):
         raise TypeError(
-            f"`{name}` is `{value!r}`: it is the number of a positional argument, such as 0, or a "
-            "sequence of numbers, such as (0, 1)."
+            f"`{name}` must be the number of a positional argument, such as 0, or a sequence of "
+            f"numbers, such as (0, 1), got {value!r:.60}."
         )
     return tuple(int(n) for n in numbers)
 
@@ -84,8 +84,8 @@ def as_names(value: Any, name: str) -> tuple[str, ...]:
     names = _listed(value, str)
     if not all(isinstance(each, str) for each in names):
         raise TypeError(
-            f"`{name}` is `{value!r}`: it is the name of an argument, such as 'state', or a "
-            "sequence of names, such as ('state', 'batch')."
+            f"`{name}` must be the name of an argument, such as 'state', or a sequence of names, "
+            f"such as ('state', 'batch'), got {value!r:.60}."
         )
     return names
 
@@ -188,8 +188,9 @@ def check_disjoint(name: str, donated: Selection, static: Selection) -> None:
 def both_donated_and_static(name: str, place: int | str) -> ValueError:
     """Returns the error for an argument of the step `name` that's both donated and static."""
     return ValueError(
-        f"argument {in_words(place)} of `{name}` is donated and static, but what is static has no "
-        "arrays that the step could overwrite: leave it out of one of them."
+        f"argument {in_words(place)} of `{name}` is both donated and static, but a static argument "
+        "has no arrays that the step could overwrite. Remove it from the donated or from the "
+        "static arguments."
     )
 
 
@@ -208,9 +209,10 @@ def _check_numbers(
     count += kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
     for n in numbers:
         if not -count <= n < count:
+            remedy = f" Use numbers from 0 to {count - 1}." if count else ""
             raise ValueError(
                 f"`{option}` of `{name}` names argument {n}, but `{name}` takes {count} positional "
-                f"argument{'s' * (count != 1)}."
+                f"argument{'s' * (count != 1)}.{remedy}"
             )
 
 
@@ -223,8 +225,8 @@ def _check_names(
         kind = kinds.get(word)
         if kind is inspect.Parameter.POSITIONAL_ONLY:
             raise ValueError(
-                f"`{option}` of `{name}` names `{word}`, which `{name}` takes by position only: "
-                f"give its number by `{option.replace('names', 'nums')}`."
+                f"`{option}` of `{name}` names `{word}`, which `{name}` only takes by position. "
+                f"Select it by its number, with `{option.replace('names', 'nums')}`."
             )
         if kind not in by_name and inspect.Parameter.VAR_KEYWORD not in kinds.values():
             takes = quoted(each for each, kind in kinds.items() if kind in by_name)

@@ -47,7 +47,8 @@ class Link:
                 raise TypeError(f"`{name}` of `Link` must be a number, got {value!r}.{hint}")
         if not (0 < self.mbps < math.inf and 0 <= self.latency_s < math.inf):
             raise ValueError(
-                f"a link needs a rate above 0 and a latency of 0 or more, not {self!r}"
+                "`mbps` of a `Link` must be above 0, `latency_s` must be at least 0, and both must "
+                f"be finite, got {self!r}"
             )
         # The ranks compare their links as text. Convert the numbers to floats, or `Link(500)` and
         # `Link(500.0)` would count as different.

@@ -190,7 +190,8 @@ def _paths(state: Any) -> list[tuple[str, Any]]:
     if len(set(names)) < len(names):
         twice = next(path for n, path in enumerate(names) if path in names[:n])
         raise TypeError(
-            f"two leaves of the state are called `{twice}`: a checkpoint could not tell them apart"
+            f"two leaves of the state have the same path `{twice}`, so a checkpoint could not tell "
+            "them apart: rename one of them"
         )
     return pairs
 
@@ -213,8 +214,8 @@ def _form(path: str, leaf: Any) -> Form:
     if name in _NUMBERS and type(leaf) is _NUMBERS[name][0]:
         return Form(kind=name, dtype=np.dtype(_NUMBERS[name][1]).name, shape=())
     raise TypeError(
-        f"`{path or 'state'}` of the state is of type `{name}`: a checkpoint holds arrays and "
-        "numbers. Leave texts and other objects out of the state."
+        f"`{path or 'state'}` of the state is of type `{name}`, but a checkpoint can only hold "
+        "arrays and numbers. Leave texts and other objects out of the state."
     )
 
 

@@ -60,8 +60,12 @@ def check_format(data: Any, number: int, what: str) -> None:
     Raises:
         ValueError: The data have another format.
     """
-    if not isinstance(data, Mapping) or data.get("format") != number:
-        raise ValueError(f"this version reads {what} of format {number}")
+    found = data.get("format") if isinstance(data, Mapping) else None
+    if found != number:
+        raise ValueError(
+            f"this version of jaxcross reads {what} of format {number}, but `format` is "
+            f"{found!r:.20}. Create the file again with this version"
+        )
 
 
 def load(
@@ -98,8 +102,9 @@ def read_text(path: Path, most: int) -> str:
         ValueError: The file is larger.
         OSError: The file can't be read.
     """
-    if path.stat().st_size > most:
-        raise ValueError(f"it has more than {most} bytes")
+    size = path.stat().st_size
+    if size > most:
+        raise ValueError(f"it has {size} bytes, and more than {most} bytes are not supported")
     return path.read_text()
 
 

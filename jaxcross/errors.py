@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 __all__ = ["CutError", "ExchangeError", "InternalError", "JobError", "MissingExtraError"]
 
+_REPORT = "This is a bug in jaxcross, please report it."
 _CLOSING = {"(": ")", "[": "]", "{": "}", "`": "`"}
 
 
@@ -41,6 +42,13 @@ class JobError(Exception):
 class InternalError(Exception):
     """jaxcross violated one of its own invariants. Please report it."""
 
+    def __str__(self) -> str:
+        text = super().__str__()
+        if _REPORT in text:  # it contains the text of another internal error
+            return text
+        line, newline, details = text.partition("\n")
+        return f"{clause(line)}. {_REPORT}{newline}{details}"
+
 
 class MissingExtraError(ImportError):
     """A package that belongs to one of jaxcross's extras isn't installed."""
@@ -60,8 +68,8 @@ def require_extra(extra: str, what: str, *modules: str) -> None:
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise MissingExtraError(
-            f"{what} needs {quoted(missing)}, not installed here. "
-            f"Remedy: `pip install 'jaxcross[{extra}]'`."
+            f"{what} needs {quoted(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
+            f"installed here. Remedy: `pip install 'jaxcross[{extra}]'`."
         )
 
 

@@ -412,9 +412,12 @@ def _exchange(
     by_rank = {mesh.rank: x for mesh, x in zip(meshes, xs, strict=True)}
     for mesh in meshes:
         group = mesh.group(*group_of(exchange, mesh))
-        if not by_rank.keys() >= set(group):
+        absent = [rank for rank in group if rank not in by_rank]
+        if absent:
             raise ValueError(
-                "ranks that exchange with one another take part in it at different times"
+                f"`{exchange.op}`: rank {mesh.rank} enters this exchange, but ranks {absent} of "
+                f"its group {[*group]} are in another branch or have left the loop. All ranks that "
+                "exchange with one another must enter the exchange at the same time."
             )
         parts = [by_rank[r] for r in group]
         outs.append(
@@ -448,7 +451,9 @@ def _combine(
         return np.zeros_like(parts[me]) if source is None else parts[source]
     if op == "pbroadcast":
         return parts[params["source"]]
-    raise NotImplementedError(f"LocalRanks does not make `{op}`")
+    raise NotImplementedError(
+        f"`LocalRanks` does not support the exchange `{op}`. Test this step with `mpirun`."
+    )
 
 
 def _sum(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -174,7 +174,8 @@ class _AnySpec:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"`in_specs` is left out, and an argument has no `{name}` to infer it from"
+            f"`in_specs` is left out, and an argument has no `{name}` to infer it from: pass "
+            "`in_specs`"
         )
 
 

@@ -68,7 +68,7 @@ def _read(folder: Path, forms: Mapping[str, Form]) -> dict[str, np.ndarray]:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         known: Any = checkpointer.metadata(folder).item_metadata
         if known is None or set(known) != set(forms):
-            raise UnusableError(f"`{folder}` holds other arrays than its part names")
+            raise UnusableError(f"`{folder}` does not hold the arrays that its `part.json` lists")
         for name, form in forms.items():
             _check_size(folder, name, form, known[name])
         whole = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in forms}
@@ -86,7 +86,7 @@ def _check_size(folder: Path, name: str, form: Form, known: Any) -> None:
     )
     if sizes != (form.shape, _type_on_disk(form.dtype), len(form.shape), True):
         raise UnusableError(
-            f"`{folder}` holds `{name}` as {known.dtype}{list(known.shape)} in pieces of {chunk}, "
+            f"`{folder}` holds `{name}` as {known.dtype}{list(known.shape)} in chunks of {chunk}, "
             f"not {form}"
         )
 

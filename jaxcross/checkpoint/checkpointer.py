@@ -197,8 +197,8 @@ class JobCheckpointer:
         """
         if self._forms is not None:
             raise self._log.error(
-                "restores twice. A checkpoint holds one state: put all that it trains into one "
-                "tree, and restore that."
+                "has called `job.restore` twice, but a checkpoint holds a single state. Put "
+                "everything that the job trains into one tree, and restore that."
             )
         wanted = forms_of(target)
         ranks = RankGather(self._log, run_on_all_ranks)
@@ -252,8 +252,8 @@ class JobCheckpointer:
         if self._bests or part.best_step is None:
             return part.best_step
         self._log.warn(
-            f"its best state, of step {part.best_step}, is lost. From now on, the best state since "
-            "the restart is kept"
+            f"the checkpoint of its best state, of step {part.best_step}, is gone. From now on, "
+            "the best state since the restart is kept"
         )
         return None
 
@@ -293,7 +293,7 @@ class JobCheckpointer:
         if is_stopped:
             marks = self._folders.path / "left-*"
             self._log.warn(
-                f"was stopped in an earlier run, and stays so. To resume it, delete `{marks}`"
+                f"was stopped in an earlier run, and stays stopped. To resume it, delete `{marks}`"
             )
         elif is_paused:
             self._log.warn("was paused in an earlier run, and stays paused until it is resumed")
@@ -322,7 +322,9 @@ class JobCheckpointer:
                 lost = f"that it is {text or 'not paused'}"
                 if what == "whole":
                     lost = "which checkpoints were complete"
-                self._log.warn(f"a restart will not know {lost}: {error}")
+                self._log.warn(
+                    f"a restart will not know {lost}, because that cannot be written: {error}"
+                )
 
         self._writer.submit(write)
 
@@ -397,7 +399,8 @@ class JobCheckpointer:
         ranks.check("cannot save this state", reasons)
         if len(set(steps)) > 1:
             raise self._log.error(
-                f"cannot be saved: its ranks have made {steps} steps, and could not resume together"
+                f"cannot be saved: its ranks have made different numbers of steps, {steps}, so "
+                "they could not resume together. Save after the same step on every rank."
             )
         if not all(rank["same"] for rank in gathered):
             # Leaves that are identical on all ranks, bit for bit, are only written by rank 0. The
@@ -448,22 +451,30 @@ class JobCheckpointer:
             was = part.environment.get(key)
             if was != value and self._world.rank == 0:
                 self._log.warn(
-                    f"{key} is `{value}`, was `{was}`: the last bits may differ from here on"
+                    f"{key} is `{value}`, but was `{was}` when the checkpoint was saved, so "
+                    "results may differ in the last bits from here on"
                 )
         if part.ranks != self._world.size:
-            began = "; each rank begins with a copy of its state" if part.ranks == 1 else ""
-            ranks = f"{self._world.size} ranks resume from {part.ranks}"
-            self._log.warn(f"{ranks}: they share the data differently, so sums differ{began}")
+            began = ". Each rank begins with a copy of the state" if part.ranks == 1 else ""
+            ranks = f"{self._world.size} ranks resume from a checkpoint of {part.ranks}"
+            self._log.warn(f"{ranks}, so the data is sharded differently and sums differ{began}")
         self._log.note(f"resumes after step {part.step}")
 
     def _unsavable_reason(self, state: PyTree) -> str:
         if self._forms is None:
-            return "the job has not called `job.restore`, which says what a restart is to restore"
+            return (
+                "the job has not called `job.restore`, so a restart would not know what to "
+                "restore. Call it before the first step"
+            )
         try:
             differs = unlike(self._forms, forms_of(state))
         except TypeError as error:
             return str(error)
-        return f"it is not like the state that the job restored: {differs}" if differs else ""
+        return (
+            f"it does not have the form of the state that the job restored: {differs}"
+            if differs
+            else ""
+        )
 
     def _record(self, name: str, *, any_ranks: bool) -> None:
         """Records a checkpoint in the event file, for whoever wants to restart the run."""

@@ -164,7 +164,7 @@ class Folders:
                     raise UnusableError(f"`{file}` is not a file")
                 if about.st_size > MAX_BYTES:
                     raise UnusableError(
-                        f"`{file}` is {about.st_size} bytes long, more than any part"
+                        f"`{file}` has {about.st_size} bytes, but no part has more than {MAX_BYTES}"
                     )
                 content = file.read_bytes()
         except ABSENT:
@@ -174,7 +174,10 @@ class Folders:
         except (UnusableError, UnicodeDecodeError) as error:
             raise UnusableError(f"`{file}` {error}") from None
         if (part.rank, part.step) != (self._rank, step_of(name)):
-            raise UnusableError(f"`{file}` speaks of rank {part.rank} and step {part.step}")
+            raise UnusableError(
+                f"`{file}` is about rank {part.rank} and step {part.step}, not about rank "
+                f"{self._rank} and step {step_of(name)}"
+            )
         return part
 
     def commit(self, name: str, part: Part) -> None:
@@ -200,12 +203,12 @@ class Folders:
             if file is None:
                 raise UnusableError(f"`{folder / path}` is missing")
             if path not in files:
-                raise UnusableError(f"`{file}` is not a part of it")
+                raise UnusableError(f"`{file}` does not belong to the checkpoint")
             size = file.stat().st_size
             if size != files[path][0]:
                 raise UnusableError(f"`{file}` has {size} bytes, not {files[path][0]}")
             if _digest(file) != files[path][1]:
-                raise UnusableError(f"`{file}` has other bytes than were written")
+                raise UnusableError(f"`{file}` has changed since it was written")
 
     def describe_files(self, name: str) -> dict[str, tuple[int, str]]:
         """Returns the size in bytes and the digest of each of the part's array files."""

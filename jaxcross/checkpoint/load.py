@@ -52,7 +52,10 @@ def load_checkpoint(
     path = Path(directory).absolute() / folder_name(job)
     parts = _complete(log, path)
     if not parts:
-        raise log.error(f"has no checkpoint in `{path}` that is complete on all ranks")
+        raise log.error(
+            f"has no checkpoint in `{path}` that is complete on all ranks. Check `directory` and "
+            "`job`."
+        )
     name = max(parts)
     if best:
         name = _best(log, path, parts)
@@ -60,11 +63,14 @@ def load_checkpoint(
     differs = unlike(forms_of(state), first.forms) or narrowed(first.forms)
     if differs:
         raise log.error(
-            f"cannot be loaded from `{path / name}`, which is of another model. What differs: "
-            f"{differs}"
+            f"cannot be loaded from `{path / name}`, which was saved by another model than that of "
+            f"`state`. Pass a `state` of the saved model. What differs: {differs}"
         )
     if not 0 <= rank < first.ranks:
-        raise log.error(f"was saved on {first.ranks} ranks: there is no rank {rank}")
+        raise log.error(
+            f"was saved on {first.ranks} ranks, so `rank` must be from 0 to {first.ranks - 1}, got "
+            f"{rank}"
+        )
     arrays = {}
     # Rank 0's part contains its values for all leaves. If some leaves differ between ranks, read
     # the requested rank's part second, so that its values for those leaves take precedence.
@@ -95,7 +101,8 @@ def _complete(log: JobLog, path: Path) -> dict[str, Part]:
             part = folders.read(name)
         except UnknownFormatError:
             raise log.error(
-                f"cannot be loaded from `{path / name}`: another version of jaxcross wrote it"
+                f"cannot be loaded from `{path / name}`: another version of jaxcross wrote it. "
+                "Load it with that version."
             ) from None
         except UnusableError:
             continue
@@ -113,12 +120,13 @@ def _best(log: JobLog, path: Path, parts: dict[str, Part]) -> str:
     step = parts[max(parts)].best_step
     if step is None:
         raise log.error(
-            f'has no best state in `{path}`. Keep one by `Checkpoints(..., best="eval/loss", '
-            'mode="min")`'
+            f'has no best state in `{path}`. To keep one, pass `Checkpoints(..., best="eval/loss", '
+            'mode="min")` to the run.'
         )
     names = [name for name in parts if step_of(name) == step]
     if not names:
         raise log.error(
-            f"had its best state at step {step}, whose checkpoint is no longer in `{path}`"
+            f"had its best state at step {step}, whose checkpoint is no longer in `{path}`. To "
+            "load the newest checkpoint, leave out `best`."
         )
     return max(names)

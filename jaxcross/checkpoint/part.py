@@ -113,13 +113,13 @@ def parse(text: str) -> Part:
     except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
         raise UnusableError(f"cannot be parsed ({type(error).__name__}: {error})") from None
     if not whole:
-        raise UnusableError("does not have the digest that it had when it was written")
+        raise UnusableError("does not match its digest, so it has changed since it was written")
     if body.pop("format", None) != FORMAT:
         raise UnknownFormatError
     try:
         return _part(body)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UnusableError(f"makes no sense ({type(error).__name__}: {error})") from None
+        raise UnusableError(f"has invalid contents ({type(error).__name__}: {error})") from None
 
 
 def _digest(body: object) -> str:
@@ -130,7 +130,7 @@ def _part(body: dict[str, Any]) -> Part:
     _check_fields(body, Part)
     part = record(body, Part)
     if part.rank >= part.ranks:
-        raise ValueError(f"rank {part.rank} of {part.ranks}")
+        raise ValueError(f"rank {part.rank} of {part.ranks} ranks")
     for saved in body["leaves"].values():
         _check_fields(saved, SavedLeaf)
         _check_fields(saved["form"], Form)

@@ -98,7 +98,7 @@ def named_leaves(state: Any, names: Collection[str]) -> list[str]:
         more = ", ..." if len(paths) > 5 else ""
         listed = quoted(keystr(path) for path in paths[:5]) + more
         raise ValueError(
-            f"`rank_local` names {unknown[0]!r}, which is in the path of no leaf. Name a key or an "
+            f"`rank_local` names {unknown[0]!r}, which no leaf has in its path. Name a key or an "
             "attribute of a path, or the beginning of a path. The state's leaves are "
             f"{listed or 'none'}."
         )

@@ -56,8 +56,8 @@ from jaxcross.errors import JobError, clause, first_line, quoted
 from jaxcross.world import World
 
 UNREADABLE = (
-    "has checkpoints that cannot be read now. They may be intact, so none was deleted. Start again "
-    "once the disk, or the network to it, works. What happened"
+    "has checkpoints that cannot be read now. They may be intact, so none was deleted. Restart "
+    "once the disk, or the network to it, works again. What happened"
 )
 
 
@@ -288,11 +288,11 @@ def _refuse_misplaced(
         }
         if where and {r for each in holders for r in each.get(name, ())} == set(range(ranks)):
             misplaced = ", ".join(
-                f"that of rank {r} on rank {here}'s disk" for r, here in sorted(where.items())
+                f"rank {r}'s part is on rank {here}'s disk" for r, here in sorted(where.items())
             )
             raise log.error(
-                f"has a checkpoint `{name}` whose parts lie where other ranks look for theirs: "
-                f"{misplaced}. Start each rank on the node on which it was, copy the parts, or "
+                f"has a checkpoint `{name}` whose parts are on the wrong disks: {misplaced}. Start "
+                "each rank on the node where it ran before, copy the parts to the right disks, or "
                 "name another directory."
             )
 
@@ -316,16 +316,16 @@ def _refuse_lost(
     # Show just one reason per checkpoint, from the lowest rank that has one. Go through the ranks
     # in reverse, because the last item wins in a dict comprehension.
     reasons = {
-        name: f"on rank {rank}, {each['faults'].get(name, 'nothing of it is there')}"
+        name: f"on rank {rank}, {each['faults'].get(name, 'all of its files are missing')}"
         for name in names
         for rank, each in reversed([*enumerate(found)])
         if name in each["faults"] or name not in holders[rank]
     }
     listed = "; ".join(f"`{name}`: {text}" for name, text in (reasons | dict(damaged)).items())
     raise log.error(
-        f"has checkpoints in `{path}`, but none of them is intact any more. It does not start from "
-        "scratch by itself, and nothing was deleted. Restore what is missing or, to start from "
-        f"scratch, move `{path}` away, on every node. In detail: {listed}."
+        f"has checkpoints in `{path}`, but none of them is intact any more. The job does not start "
+        "from scratch by itself, and nothing was deleted. Restore the missing or damaged files or, "
+        f"to start from scratch, move `{path}` away on every node. In detail: {listed}."
     )
 
 
@@ -347,7 +347,7 @@ def _survey(folders: Folders, ranks: RankGather) -> _Survey:
             try:
                 part = folders.read(name)
                 if part.job != ranks.log.job:
-                    raise UnusableError(f"`{path}` is of a job `{part.job}`")
+                    raise UnusableError(f"`{path}` belongs to a job `{part.job}`")
                 seen.parts[name] = part
             except UnknownFormatError:
                 unknown = f"`{path}`"
@@ -362,7 +362,7 @@ def _survey(folders: Folders, ranks: RankGather) -> _Survey:
     ranks.check(UNREADABLE, [text for _, text in gathered], failure)
     ranks.check(
         "has a checkpoint that another version of jaxcross wrote. Resume with that version, or "
-        "name another directory. It is",
+        "name another directory. The checkpoint is",
         [text for text, _ in gathered],
     )
     return seen
@@ -411,7 +411,7 @@ def read_arrays(
         values = arrays.read(folder, {path: saved.form for path, saved in held.items()})
         for path, saved in held.items():
             if digest(saved.form, values[path]) != saved.digest:
-                raise UnusableError(f"`{folder}` has other values in `{path}` than were saved")
+                raise UnusableError(f"`{folder}` holds `{path}` with other values than were saved")
     # A missing file also counts as damage, because all files existed when the part was completed.
     except (UnusableError, *ABSENT) as error:
         return {}, str(error), None
@@ -466,7 +466,7 @@ def _refusal(log: JobLog, path: str, leaves: str, *, saved_on: int, ranks: int) 
     return log.error(
         f"cannot resume on {_ranks(ranks)} from `{path}`, which {_ranks(saved_on)} wrote: each "
         f"rank has its own values of {leaves}. Such values (residuals of an exchange, parts of a "
-        "model, leaves that `rank_local` names) belong to that number of ranks. Start "
+        "model, leaves that `rank_local` names) are only valid for that number of ranks. Start "
         f"{_ranks(saved_on)}, or name another directory."
     )
 
@@ -479,9 +479,9 @@ def _other_shapes(path: str, *, saved_on: int, ranks: int) -> str:
         )
     return (
         f"cannot resume on {_ranks(ranks)} from `{path}`, which {_ranks(saved_on)} wrote. "
-        "Residuals of an exchange, or parts of a model, may be cut for that number of ranks: start "
-        f"{_ranks(saved_on)}, or name another directory. Otherwise, its model, its optimizer or an "
-        "argument of its exchange has changed. What differs"
+        "Residuals of an exchange, or parts of a model, may be sharded for that number of ranks: "
+        f"start {_ranks(saved_on)}, or name another directory. Otherwise, its model, its optimizer "
+        "or an argument of its exchange has changed. What differs"
     )
 
 

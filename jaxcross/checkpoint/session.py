@@ -75,7 +75,9 @@ class Checkpoints:
                 f"{self.directory!r}."
             )
         if not os.fspath(self.directory):
-            raise ValueError("`directory` of the checkpoints is empty: name a folder.")
+            raise ValueError(
+                "`directory` of the checkpoints must be the path of a folder, got an empty text."
+            )
         for name, value in (("every", self.every), ("keep", self.keep)):
             if value is None and name == "every":
                 continue
@@ -155,7 +157,8 @@ class Session:
             if each["error"]:
                 raise JobError(
                     f"Checkpoints cannot be kept in `{settings.path}`, on rank {rank}: "
-                    f"{each['error']}."
+                    f"{each['error']}. `directory` must be a folder that every rank can create and "
+                    "write to, and that no other run is using."
                 )
         self.resubmit: dict[str, str] = gathered[0]["resubmit"]
         self.added_before: frozenset[str] = frozenset(gathered[0]["added"])
@@ -170,7 +173,10 @@ class Session:
             before = read(file)
         except UnusableError as error:
             _log.warning(
-                "`%s` %s: jobs that joined during an earlier run are not known.", file, error
+                "`%s` %s, so the jobs that joined during an earlier run are not known. To resume "
+                "them, add them before `runner.run()`.",
+                file,
+                error,
             )
             before = JobList(submitted={})
         owner = before.process
@@ -181,8 +187,8 @@ class Session:
         # unusable forever.
         if owner is not None and owner != me and process_state(owner, me) in ("running", "stopped"):
             raise ValueError(
-                f"process {owner.pid} on this host is training with it now: wait until it has "
-                "ended, or name another folder"
+                f"process {owner.pid} on this host is using it for training now: wait until that "
+                "has ended, or name another folder"
             )
         status = {name: self._folders(name).marked("left") for name in before.jobs}
         unfinished = [name for name in before.jobs if status[name] != JobStatus.ENDED]
@@ -210,7 +216,11 @@ class Session:
         try:
             self._write_set()
         except OSError as error:
-            _log.warning("A restart will not know all jobs of this run: %s.", clause(str(error)))
+            _log.warning(
+                "A restart will not know all jobs of this run, because the list of jobs cannot be "
+                "written: %s.",
+                clause(str(error)),
+            )
 
     def added(self, job: str, submission: str | None = None) -> None:
         """Adds a job that joined the run to the list, along with its text if it was submitted.

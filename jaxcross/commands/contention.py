@@ -98,13 +98,19 @@ def _checked(args: argparse.Namespace) -> MachineContention | None:
         try:
             known = MachineContention.load(file)
         except OSError as error:
-            raise ValueError(f"`{file}` cannot be read: {error.strerror}.") from error
+            raise ValueError(
+                f"`{file}` cannot be read: {error.strerror}. Name a readable file, or a new one."
+            ) from error
     elif not file.parent.is_dir():
-        raise ValueError(f"`{file}` cannot be written: there is no folder `{file.parent}`.")
+        raise ValueError(
+            f"`{file}` cannot be written: there is no folder `{file.parent}`. Create it first."
+        )
     else:
         known = None
     if not os.access(file if file.is_file() else file.parent, os.W_OK):
-        raise ValueError(f"`{file}` cannot be written: permission denied.")
+        raise ValueError(
+            f"`{file}` cannot be written: permission denied. Name a file that you may write."
+        )
     return known
 
 
@@ -136,7 +142,8 @@ def _finish(
         write_whole(args.file, json.dumps(machine.to_json(), indent=1) + "\n")
     except OSError as error:
         print(
-            f"jaxcross contention: `{args.file}` cannot be written: {error.strerror}.",
+            f"jaxcross contention: `{args.file}` cannot be written: {error.strerror}. Its content "
+            "follows, so that you can save it elsewhere.",
             file=sys.stderr,
         )
         print(json.dumps(machine.to_json()))

@@ -226,8 +226,8 @@ def main(seconds: float, file: Path) -> None:
     world = jaxcross.initialize()
     if world.size < 2:
         raise ExchangeError(
-            "One rank exchanges nothing: contention is measured on at least 2. Start them by "
-            "`jaxcross contention -n 2` or with the `mpirun` that belongs to this environment's "
+            "One rank exchanges nothing: contention is measured on at least 2. Start them with "
+            "`jaxcross contention -n 2`, or with the `mpirun` that belongs to this environment's "
             "MPI; `jaxcross doctor` says which."
         )
     measurement = Measurement(world, seconds / _PARTS)

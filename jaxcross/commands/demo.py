@@ -148,9 +148,11 @@ def _demo(args: argparse.Namespace) -> int:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DemoError(f"nothing can be written into `{folder}`: {error}") from error
+            raise DemoError(
+                f"nothing can be written into `{folder}`: {error}. Name a different folder."
+            ) from error
     if args.json is not None and args.json.is_dir():
-        raise DemoError(f"--json: `{args.json}` is a folder.")
+        raise DemoError(f"`--json` must name a file, but `{args.json}` is a folder.")
     data = _write_data(args)
     with ExitStack() as stack:
         lab: Lab | None = None
@@ -311,8 +313,8 @@ def _train(launch: RanksCommand) -> None:
         raise
     if status != 0:
         raise DemoError(
-            f"training ended with status {status}; its output is above. `jaxcross doctor` may "
-            "know why."
+            f"training ended with status {status}. Its output above says why; `jaxcross doctor` "
+            "checks what training needs."
         )
 
 
@@ -393,7 +395,7 @@ def _finite(value: float | None) -> float | None:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"`{text}` is not a number above 0")
+        raise argparse.ArgumentTypeError(f"`{text}` is not a whole number above 0")
     return int(text)
 
 

@@ -51,7 +51,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
         os.execvp(command[0], command)
     except OSError as error:
         print(
-            f"jaxcross launch: `{command[0]}` cannot be started: {error}",
+            f"jaxcross launch: `{command[0]}` cannot be started: {error}. It must exist at this "
+            "path on this machine, and be executable.",
             file=sys.stderr,
             flush=True,
         )

@@ -48,10 +48,11 @@ def parse_hosts(text: str) -> tuple[str, ...]:
     for name in names:
         if not _NAME.fullmatch(name):
             raise ValueError(
-                f"`--hosts` must be names of hosts with commas between them, got `{text}`."
+                f"`--hosts` must be names of hosts with commas between them, as `--hosts a,b`, got "
+                f"`{text}`."
             )
         if names.count(name) > 1:
-            raise ValueError(f"`--hosts` names `{name}` twice.")
+            raise ValueError(f"`--hosts` names `{name}` twice. Name each host once.")
     return names
 
 

@@ -568,9 +568,9 @@ def crowded(ranks: int, cores: int) -> str:
     if ranks <= cores:
         return ""
     return (
-        f"{ranks} ranks share {cores} core{'s' * (cores > 1)}, so they compute in turns, and wait "
-        "for one another in every exchange. Results stay right, but times say nothing; `-n "
-        f"{cores}` gives each rank a core."
+        f"{ranks} ranks share {cores} core{'s' * (cores > 1)}, so they can't all compute at the "
+        "same time, and wait for one another in every exchange. The results are correct, but "
+        f"don't rely on the times. For one core per rank, use `-n {cores}`."
     )
 
 

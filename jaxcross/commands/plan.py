@@ -112,8 +112,13 @@ def _check_options(args: argparse.Namespace) -> None:
     if args.mbps is not None and not 0 < args.mbps < math.inf:
         raise ValueError(f"`--mbps` must be above 0, got {args.mbps}.")
     if args.profile_of is None and args.jobs is None:
-        raise ValueError("name the file of jobs, as in `jaxcross plan jobs.toml`.")
-    if args.group is not None and (args.group < 0 or args.picture is None):
+        raise ValueError("no jobs to plan: name the file of jobs, as in `jaxcross plan jobs.toml`.")
+    if args.group is not None and args.picture is None:
+        raise ValueError(
+            f"`--group {args.group}` says which group `--picture` draws, but there is no "
+            "`--picture`. Add `--picture FILE`, or leave out `--group`."
+        )
+    if args.group is not None and args.group < 0:
         raise ValueError(
             f"`--group` must be the number of a group for `--picture`, got {args.group}."
         )
@@ -124,7 +129,8 @@ def _check_options(args: argparse.Namespace) -> None:
     for option, file in (("--json", args.json), ("--picture", args.picture)):
         if file is not None and not file.parent.is_dir():
             raise ValueError(
-                f"`{option} {file}` cannot be written: there is no folder `{file.parent}`."
+                f"`{option} {file}` cannot be written: there is no folder `{file.parent}`. Create "
+                "it first."
             )
 
 
@@ -145,8 +151,10 @@ def _write_profile(report: Path, job: str, file: Path, mbps: float | None) -> in
     from jaxcross.report import Report
 
     if not file.parent.is_dir():
-        raise ValueError(f"`{file}` cannot be written: there is no folder `{file.parent}`.")
-    with _reading("the report", "A script keeps it by `report.to_json(path)`."):
+        raise ValueError(
+            f"`{file}` cannot be written: there is no folder `{file.parent}`. Create it first."
+        )
+    with _reading("the report", "Write it with `report.to_json(path)` in the script."):
         run = Report.load(report)
     path = Profile.of(run, job, mbps=mbps).to_json(file)
     print(f"The profile of `{job}` is in {path}.")
@@ -178,7 +186,10 @@ def _plan(args: argparse.Namespace) -> int:
     plan = replace(plan, notes=(*plan.notes, *jobs.notes))
     number = args.group or 0
     if number >= len(plan.groups):  # check this before anything is written
-        raise ValueError(f"`--group` must be 0 to {len(plan.groups) - 1}, got {number}.")
+        raise ValueError(
+            f"`--group` must be 0 to {len(plan.groups) - 1}, since the plan has {len(plan.groups)} "
+            f"group{'s' * (len(plan.groups) > 1)}, got {number}."
+        )
     print(plan)
     if args.json is not None:
         print(f"The plan is in {plan.to_json(args.json)}.")

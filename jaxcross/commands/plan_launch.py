@@ -66,17 +66,24 @@ def check_cluster(kind: str, queue: str) -> None:
         ValueError: The kind is unknown, or the queue's name is invalid.
     """
     if kind not in KINDS:
-        raise ValueError(f"`--launch` writes files for {' or '.join(KINDS)}, got `{kind:.60}`.")
+        raise ValueError(
+            f"`--launch` writes files for {' or '.join(KINDS)}, got `{kind:.60}`. Name one of "
+            "these."
+        )
     if len(queue) > 63 or not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", queue):
-        raise ValueError(f"`--queue` must be the name of a queue in Kubernetes, got `{queue:.80}`.")
+        raise ValueError(
+            "`--queue` must be the name of a queue in Kubernetes, i.e. at most 63 lower-case "
+            "letters, digits and hyphens, the first and last of them not a hyphen, got "
+            f"`{queue:.80}`."
+        )
 
 
 def check_script(script: str) -> None:
     """Checks that there's a script to start. Raises ValueError if there isn't."""
     if not script or not script.isprintable():
         raise ValueError(
-            '`--launch` needs the script that runs a group: `script = "train.py"` in the file of '
-            "jobs."
+            f"`--launch` needs the script that runs a group, but `script` is {script!r:.60}. Add "
+            '`script = "train.py"` at the top of the file of jobs.'
         )
 
 
@@ -152,7 +159,10 @@ def _recipe(name: str) -> str:
     places = [package.parent / "deploy" / name, package / "_deploy" / name]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
-        raise InternalError(f"the recipe `{name}` is in none of {', '.join(map(str, places))}")
+        raise InternalError(
+            f"The recipe `{name}` is in none of {', '.join(map(str, places))}. Install jaxcross "
+            "again. If it's still missing, this is a bug in jaxcross, please report it."
+        )
     return found.read_text()
 
 
@@ -164,6 +174,9 @@ def _replaced(text: str, changes: dict[str, str]) -> str:
     """
     for old, new in changes.items():
         if text.count(old) != 1:
-            raise InternalError(f"the recipe has {text.count(old)} places with {old!r}, not one")
+            raise InternalError(
+                f"A recipe must contain the text {old!r:.100} once, but contains it "
+                f"{text.count(old)} times. This is a bug in jaxcross, please report it."
+            )
         text = text.replace(old, new)
     return text

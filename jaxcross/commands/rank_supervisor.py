@@ -129,7 +129,8 @@ def _become(command: Sequence[str], parent: int) -> NoReturn:
         os.execvp(command[0], list(command))
     except OSError as error:
         print(
-            f"jaxcross launch: `{command[0]}` cannot be started: {error}",
+            f"jaxcross launch: `{command[0]}` cannot be started: {error}. It must exist at this "
+            "path on this machine, and be executable.",
             file=sys.stderr,
             flush=True,
         )

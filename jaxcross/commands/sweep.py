@@ -154,7 +154,8 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         raise ValueError(
-            f"`{text}` is no value that can be sent: use numbers, texts, lists and dicts."
+            f"`--set`: the value `{text}` can't be sent to the ranks. Use numbers, texts, lists "
+            "and dicts."
         ) from None
 
 
@@ -171,10 +172,14 @@ def check_script(script: Path, names: list[str]) -> None:
         tree = ast.parse(script.read_text(), filename=str(script))
     except OSError as error:
         raise ValueError(
-            f"`{script}` cannot be read: {clause(error.strerror or str(error))}."
+            f"`{script}` cannot be read: {clause(error.strerror or str(error))}. Name the script "
+            "that defines `train`."
         ) from None
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"`{script}` is not a Python script: {error}.") from None
+        raise ValueError(
+            f"`{script}` is not a Python script: {error}. Correct it, or name the script that "
+            "defines `train`."
+        ) from None
     defined = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
     bound = {
         each.id

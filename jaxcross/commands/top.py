@@ -57,10 +57,16 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 0
     except FileNotFoundError:
-        print(f"jaxcross top: there is no folder `{args.dir}`.", file=sys.stderr)
+        print(
+            f"jaxcross top: there is no folder `{args.dir}`. Name the run's folder of event files.",
+            file=sys.stderr,
+        )
         return 1
     except NotADirectoryError:
-        print(f"jaxcross top: `{args.dir}` is not a folder.", file=sys.stderr)
+        print(
+            f"jaxcross top: `{args.dir}` is not a folder. Name the run's folder of event files.",
+            file=sys.stderr,
+        )
         return 1
     except (OSError, ValueError) as error:
         print(f"jaxcross top: {error}", file=sys.stderr)

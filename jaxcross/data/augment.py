@@ -11,6 +11,8 @@ import math
 import cv2
 import numpy as np
 
+from jaxcross.errors import clause
+
 MEAN_RGB = np.array([0.485, 0.456, 0.406], np.float32)
 STDDEV_RGB = np.array([0.229, 0.224, 0.225], np.float32)
 AREA = (0.08, 1.0)
@@ -33,10 +35,14 @@ def decode(jpeg: bytes) -> np.ndarray:
             image = cv2.imdecode(np.frombuffer(jpeg, np.uint8), flags)
         except cv2.error as error:  # e.g. if it exceeds OpenCV's pixel limit
             raise ValueError(
-                f"A record's `image` of {len(jpeg)} bytes cannot be decoded: {error}"
+                f"A record's `image` of {len(jpeg)} bytes cannot be decoded: {clause(str(error))}. "
+                "Replace the image, and prepare the data set again."
             ) from error
     if image is None:
-        raise ValueError(f"A record's `image` of {len(jpeg)} bytes cannot be decoded.")
+        raise ValueError(
+            f"A record's `image` of {len(jpeg)} bytes cannot be decoded. Replace the image, and "
+            "prepare the data set again."
+        )
     return image
 
 

@@ -18,6 +18,7 @@ from jaxcross.data.augment import decode, eval_crop, train_crop
 from jaxcross.data.cache.cache import Cache
 from jaxcross.data.cache.feed import Arrival, Feed
 from jaxcross.data.records import REMEDY, Records, open_records
+from jaxcross.errors import clause
 
 Batch = dict[str, np.ndarray]
 
@@ -79,7 +80,7 @@ class BatchStream:
                 f"record {position.record} of split `{self.records.split}` in "
                 f"`{self.records.folder}`"
             )
-            raise ValueError(f"{error} It is {where}.") from error
+            raise ValueError(f"{clause(str(error))}. This occurred at {where}.") from error
         if self.train:
             rng = np.random.default_rng((self.seed % 2**32, position.epoch, position.record))
             image = train_crop(image, self.image_size, rng)
@@ -252,13 +253,14 @@ class Batches(Iterator[Batch]):
                 f"`{name}` {state.get(name)!r} (here {own[name]!r})" for name in differ
             )
             raise ValueError(
-                f"This data state belongs to another stream: it has {what}. Open it with those "
-                "values."
+                f"This data state belongs to another stream: it has {what}. Open the stream with "
+                "the values of the state, or don't restore it."
             )
         step = state.get("step")
         if type(step) is not int or step < 0:
             raise ValueError(
-                f"This data state has `step` {step!r}, which is not a number of batches."
+                "`step` of a data state must be a whole number of batches, 0 or more, got "
+                f"{step!r:.60}. Pass a state that `get_state` returned."
             )
         self.close()
         self.step = step
@@ -275,7 +277,8 @@ def _batches(stream: BatchStream, *, epochs: int | None, threads: int, start_ste
             raise ValueError(f"`{name}` must be at least 1, not {value}.")
     if not 0 <= stream.rank < stream.size:
         raise ValueError(
-            f"`rank` {stream.rank} is not one of {stream.size} ranks, 0 to {stream.size - 1}."
+            f"`rank` must be from 0 to {stream.size - 1}, since `size` is {stream.size}, got "
+            f"{stream.rank}."
         )
     if epochs is not None and stream.steps is not None:
         raise ValueError(f"Give `steps` ({stream.steps}) or `epochs` ({epochs}), not both.")

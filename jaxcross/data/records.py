@@ -17,6 +17,7 @@ from jaxcross._files import write_whole
 from jaxcross.data.cache.cache import Cache
 from jaxcross.data.cache.origin import FooterFiles, LocalOrigin, Origin, RemoteOrigin, Shard
 from jaxcross.data.cache.split import CachedSplit
+from jaxcross.errors import clause
 
 NAME = "imagenet2012"
 INFO_FILE = "dataset_info.json"
@@ -138,7 +139,9 @@ def open_records(
     try:
         builder = tfds.builder_from_directory(folder)
     except Exception as error:
-        raise ValueError(f"TFDS cannot read the data set in `{where}`: {error} {REMEDY}") from error
+        raise ValueError(
+            f"TFDS cannot read the data set in `{where}`: {clause(str(error))}. {REMEDY}"
+        ) from error
     info = builder.info
     stored = getattr(info.file_format, "value", info.file_format)
     if stored != "array_record":
@@ -151,7 +154,7 @@ def open_records(
     if split not in info.splits:
         raise ValueError(
             f"The data set in `{where}` has no split `{split}`; it has {sorted(info.splits)}. "
-            f"{REMEDY}"
+            f"Pass one of these as `split`, or a different data set. {REMEDY}"
         )
     features: Any = info.features or {}
     if "image" not in features or "label" not in features:
@@ -201,7 +204,8 @@ def _open_remote(url: str, cache: Cache) -> _RemoteFolder:
                 ) from error
         except Exception as error:  # fsspec's file systems all raise different errors
             raise OSError(
-                f"`{url}/{name}` cannot be read: {type(error).__name__}: {error}"
+                f"`{url}/{name}` cannot be read: {type(error).__name__}: {clause(str(error))}. "
+                "Check the URL and the cache's `storage_options`, e.g. credentials."
             ) from error
     digest = hashlib.sha256(repr((url, sorted(contents.items()))).encode()).hexdigest()[:32]
     folder = cache.folder / "origins" / digest
@@ -226,7 +230,8 @@ def _remote_origin(remote: _RemoteFolder, builder: Any, split: str, cache: Cache
 def _local_origin(folder: Path, builder: Any, split: str, cache: Cache) -> Origin:
     if folder.resolve() in (cache.folder, *cache.folder.parents):
         raise ValueError(
-            f"The cache folder `{cache.folder}` lies in the data set's. Choose one outside of it."
+            f"The cache folder `{cache.folder}` is inside the data set's folder `{folder}`. Choose "
+            "one outside of it."
         )
     raw = builder.as_data_source(split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES)
     return LocalOrigin(_shards(builder, split), raw, f"{folder.resolve()}: {split}")

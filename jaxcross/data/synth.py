@@ -122,8 +122,8 @@ def _check_same(folder: Path, arguments: dict[str, int]) -> None:
         or {name: found.get(name) for name in arguments} != arguments
     ):
         raise ValueError(
-            f"`{folder}` already holds another data set{f' ({found})' if found else ''}. Choose "
-            "another folder, or remove it; nothing was written."
+            f"`{folder}` already holds another data set{f' ({found})' if found else ''}, so "
+            "nothing was written. Choose a different folder, or remove this one."
         )
 
 

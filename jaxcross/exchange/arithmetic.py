@@ -98,9 +98,9 @@ def as_weight(weight: jax.typing.ArrayLike, what: str) -> jax.Array:
         jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     ):
         raise ValueError(
-            f"`weight` of {what} is of shape {list(jnp.shape(weight))} and type {dtype.name}: it "
-            "is one real number, for example how many tokens of this rank's batch count, "
-            "`mask.sum()`."
+            f"`weight` of {what} must be one real number, for example how many tokens of this "
+            f"rank's batch count (`mask.sum()`), got an array of shape {list(jnp.shape(weight))} "
+            f"and type {dtype.name}."
         )
     return jnp.asarray(weight, accumulation_dtype(jnp.promote_types(dtype, jnp.float32)))
 
@@ -140,10 +140,10 @@ def _check_own(
     axes = () if own is None or its is None else sorted(its.varying - own.varying, key=str)
     if axes:
         raise ValueError(
-            f"{what} weighs this rank's own gradients, but the update "
+            f"{what} weights this rank's own gradients, but the update "
             f"`{jax.tree_util.keystr(path)}` is the same on all ranks of "
-            f"{quoted(axes)}: in `shard_map(check_vma=True)` JAX sums gradients of parameters that "
-            "are the same on all ranks. Differentiate with respect to "
+            f"{quoted(axes)}, because in `shard_map(check_vma=True)` JAX sums gradients of "
+            "parameters that are the same on all ranks. Differentiate with respect to "
             '`jax.lax.pcast(params, axes, to="varying")`, or divide the sum by the sum of the '
             "weights in the step."
         )

@@ -32,24 +32,25 @@ def axis_names(axes: Axes) -> tuple[Hashable, ...]:
     """
     if isinstance(axes, Mapping):
         raise ValueError(
-            f"the axes of an exchange are `{axes!r}`: sizes belong to the `axes` of `crossover`, "
-            f"while an exchange only takes names. Write `{tuple(axes)}`."
+            f"`axes` of an exchange must be names only, got `{axes!r}`. Write `{tuple(axes)}` "
+            "here. Sizes belong to the `axes` of `crossover`."
         )
     names = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
     if not names:
         raise ValueError(
-            f"the axes of an exchange are `{axes!r}`: without any axis, nothing would be "
-            "exchanged and the ranks would drift apart. Name an axis of the step."
+            f"`axes` of an exchange must contain at least one name, got `{axes!r}`: without any "
+            "axis, nothing would be exchanged and the ranks would drift apart. Name an axis of the "
+            "step."
         )
     if any(isinstance(name, int) for name in names):
         raise ValueError(
-            f"the axes of an exchange are `{names}`: to JAX, a number is a dimension of an array, "
-            "not an axis of ranks. Name an axis of the step."
+            f"`axes` of an exchange must be names, got `{names}`: to JAX, a number is a dimension "
+            "of an array, not an axis of ranks. Name an axis of the step."
         )
     if len(set(names)) < len(names):
         raise ValueError(
-            f"the axes of an exchange are `{names}`, one of them twice, so its ranks would be "
-            "counted twice. Name each axis once."
+            f"`axes` of an exchange must name each axis once, got `{names}`: the ranks of an axis "
+            "that is named twice would be counted twice. Leave out the second one."
         )
     return names
 
@@ -63,8 +64,8 @@ def one_axis(axes: Axes, what: str) -> Hashable:
     names = axis_names(axes)
     if len(names) != 1:
         raise ValueError(
-            f"`axes` of {what} are `{axes!r}`: it works over one axis only. Name one of them, or "
-            "give the step a single axis over all ranks."
+            f"`axes` of {what} must be a single axis, got `{axes!r}`. Name one of them, or give "
+            "the step a single axis over all ranks."
         )
     return names[0]
 

@@ -86,8 +86,8 @@ def elastic_average(
     for name, value in given.items():
         if not 0 <= as_number(value) <= 1:
             raise ValueError(
-                f"`{name}` of `elastic_average` is `{value!r}`: it is a fraction of a distance, in "
-                "[0, 1]."
+                f"`{name}` of `elastic_average` must be a fraction of a distance, from 0 to 1, got "
+                f"`{value!r}`."
             )
     alpha, pull = map(as_number, given.values())
     inner = optimizer_in(optimizer, "`elastic_average`")
@@ -120,13 +120,13 @@ def elastic_average(
 def _check(alpha: float, pull: float, ranks: int) -> None:
     if pull * ranks > 1 + 1e-6:
         raise ValueError(
-            f"`beta` of `elastic_average` is `{pull}` and the axis has {ranks} ranks: together "
-            f"they move the centre by {pull * ranks:.3g} of its distance to their mean, beyond the "
-            f"mean. Use at most 1 / P, {1 / ranks:.3g}."
+            f"`beta` of `elastic_average` is `{pull}` and the axis has {ranks} ranks: together, "
+            f"these would move the centre by {pull * ranks:.3g} times its distance to their mean, "
+            f"i.e. past the mean. Use at most 1 / P, which is {1 / ranks:.3g} here."
         )
     if alpha + pull * ranks > 2 - 1e-6:
         raise ValueError(
-            f"`alpha` of `elastic_average` is `{alpha}` and `beta` `{pull}`, on {ranks} ranks: "
-            "parameters and centre would swap at every exchange and never converge. Use a smaller "
+            f"`alpha` of `elastic_average` is `{alpha}` and `beta` is `{pull}`, on {ranks} ranks: "
+            "parameters and centre would swap in every exchange and never converge. Use a smaller "
             "`alpha`, for example 0.5."
         )

@@ -95,8 +95,8 @@ def check_elementwise(
     name = _exchange_over(on_part, axis)
     if name is not None:
         raise ValueError(
-            f"the optimizer of {what} exchanges over `{axis}` itself, by `{name}`: each rank "
-            "steps a different part of each leaf, so different elements would be mixed. The "
+            f"the optimizer of {what} exchanges over `{axis}` itself, by `{name}`. Each rank "
+            "updates a different part of each leaf, so this would mix up different elements. The "
             "optimizer already gets the mean of the gradients, so leave the exchange out."
         )
     level, where = _of_updates(
@@ -106,9 +106,9 @@ def check_elementwise(
     # `optax.flatten` splits its vector exactly where it joined the leaves.
     if level in (_POSITIONS, _OTHERS):
         raise ValueError(
-            f"the optimizer of {what} does not work element by element: its updates depend on "
-            f"{where}. It receives flat parts of the leaves, so a norm, for example, would "
-            f"be that of a part. Remedy: {instead}."
+            f"the optimizer of {what} does not work element by element: its updates depend on the "
+            f"result of {where}. Since it only receives a flat part of each leaf, a norm, for "
+            f"example, would be computed over this part alone. Remedy: {instead}."
         )
     # The levels don't catch an optimizer that depends on shapes, e.g. through a mask that selects
     # matrices by their `ndim`. All flat parts are vectors, so the mask would select different
@@ -123,7 +123,7 @@ def check_elementwise(
             raise ValueError(
                 f"the optimizer of {what} computes `{leaf}` on whole leaves, but `{flat}` on "
                 "flat parts of them, which is what it receives. So it depends on shapes, perhaps "
-                "by a `mask` that is a function. Pass a tree of booleans instead."
+                "because its `mask` is a function. Pass a tree of booleans as `mask` instead."
             )
 
 

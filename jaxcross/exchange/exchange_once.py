@@ -53,9 +53,9 @@ def exchange_once(
     ) -> tuple[optax.Updates, optax.OptState]:
         if not weighs and extra.get("weight") is not None:
             raise ValueError(
-                f"`{by}` was given a `weight`, but all ranks count alike in its exchange. "
-                "Only `mean` uses weights, even inside `accumulate`. Use one of these, or leave "
-                "`weight` out."
+                f"`{by}` was given a `weight`, but its exchange gives all ranks the same weight. "
+                "Only `mean` uses weights, by itself or inside `accumulate`. Use one of these, or "
+                "leave `weight` out."
             )
         trace = current_tracing()
         if trace is None:

@@ -96,8 +96,8 @@ def federated_average(
     share_of_ranks = as_number(participation)
     if not 0 < share_of_ranks <= 1:
         raise ValueError(
-            f"`participation` of `federated_average` is `{participation!r}`: it is a fraction in "
-            "(0, 1]."
+            "`participation` of `federated_average` must be a fraction in (0, 1], got "
+            f"`{participation!r}`."
         )
     samples = None if weights is None else _positive(weights)
     inner = optimizer_in(optimizer, "`federated_average`")
@@ -132,8 +132,8 @@ def _positive(weights: object) -> list[float]:
     found = [as_number(w) for w in weights] if isinstance(weights, Iterable) else [math.nan]
     if not all(0 < w < math.inf for w in found):
         raise ValueError(
-            f"`weights` of `federated_average` are `{weights!r}`: give one number for each rank, "
-            "positive and finite."
+            "`weights` of `federated_average` must be one number per rank, positive and finite, "
+            f"got `{weights!r}`."
         )
     return found
 
@@ -147,8 +147,8 @@ def _shares(
     """
     if weights is not None and len(weights) != ranks:
         raise ValueError(
-            f"`weights` of `federated_average` are {len(weights)}, but the axis has {ranks} ranks. "
-            "Give one per rank."
+            f"`weights` of `federated_average` contains {len(weights)} numbers, but the axis has "
+            f"{ranks} ranks. Give one per rank."
         )
     samples = np.ones(ranks) if weights is None else np.asarray(weights, np.float64) / max(weights)
     # A rank's share is its normalised weight in this round's average, and a share of zero means

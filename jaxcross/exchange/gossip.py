@@ -94,7 +94,8 @@ def gossip(
     axis = collectives.one_axis(axes, "`gossip`")
     if topology not in _TOPOLOGIES:
         raise ValueError(
-            f"`topology` of `gossip` is `{topology!r}`: it is one of {', '.join(_TOPOLOGIES)}."
+            f"`topology` of `gossip` must be one of {', '.join(map(repr, _TOPOLOGIES))}, got "
+            f"{topology!r}."
         )
     inner = optimizer_in(optimizer, "`gossip`")
 
@@ -150,8 +151,9 @@ def rounds(topology: Topology, ranks: int) -> tuple[tuple[Hop, ...], ...]:
     columns = ranks // rows
     if rows == 1 and ranks > 1:
         raise ValueError(
-            f"`topology` of `gossip` is `torus`, but {ranks} ranks make no grid of two or more "
-            "rows. Use `ring` or `exponential`, or a number of ranks that is not prime."
+            f"`topology` of `gossip` is `torus`, but {ranks} ranks do not fit a grid of two or "
+            f"more rows, because {ranks} is prime. Use `ring` or `exponential`, or start a number "
+            "of ranks that is not prime."
         )
     cells = [divmod(r, columns) for r in everyone]
     steps = [(0, 1), (0, -1), (1, 0), (-1, 0)]

@@ -102,8 +102,8 @@ def gtop_k(
         size = jax.lax.axis_size(axis)
         if not collectives.is_power_of_two(size):
             raise ValueError(
-                f"`gtop_k` over axis `{axis}` of {size} ranks: its tree needs a power of two. Use "
-                "`top_k`, which works on any number of ranks."
+                f"`gtop_k` exchanges along a tree, which needs a power of two of ranks, but axis "
+                f"`{axis}` has {size}. Use `top_k`, which works on any number of ranks."
             )
         check_state(state, init, updates, "`gtop_k`")
         found, treedef = jax.tree.flatten_with_path(updates)

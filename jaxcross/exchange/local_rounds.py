@@ -238,8 +238,9 @@ def finish(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
     found = [node for node in jax.tree.leaves(opt_state, is_leaf=_anchored) if _anchored(node)]
     if len(found) > 1:
         raise ValueError(
-            f"{len(found)} strategies in the optimizer's state keep an anchor each, and `finish` "
-            "cannot know which of these is the model. Call it with the state of a single strategy."
+            f"`opt_state` of `finish` contains {len(found)} strategies with an anchor each, so "
+            "`finish` cannot tell which anchor is the model. Call it with the state of a single "
+            "strategy."
         )
     return found[0].model(params) if found else params
 

@@ -87,18 +87,20 @@ def mean(
     """
     if wire_dtype is not None and not jnp.issubdtype(wire_dtype, jnp.floating):
         raise ValueError(
-            f"`wire_dtype` is {jnp.dtype(wire_dtype).name}: gradients need a floating-point type "
-            "on the wire, for example `jnp.bfloat16`."
+            "`wire_dtype` of `mean` must be a floating-point type, for example `jnp.bfloat16`, got "
+            f"{jnp.dtype(wire_dtype).name}."
         )
     if pattern not in get_args(Pattern):
         raise ValueError(
-            f"`pattern` is {pattern!r}: choose one of {', '.join(map(repr, get_args(Pattern)))}."
+            f"`pattern` of `mean` must be one of {', '.join(map(repr, get_args(Pattern)))}, got "
+            f"{pattern!r}."
         )
     names = collectives.axis_names(axes)
     if pattern == "hierarchical" and len(names) != 2:
         raise ValueError(
-            '`pattern="hierarchical"` goes over two axes, the outer first, not over '
-            f'`{axes!r}`: write for example `axes=("node", "local")` and give the step both axes.'
+            '`pattern="hierarchical"` of `mean` needs two axes, the outer one first, got '
+            f'`axes={axes!r}`. Write for example `axes=("node", "local")`, and give the step both '
+            "axes."
         )
     if pattern in ("ring", "tree"):
         collectives.one_axis(axes, f'`mean(pattern="{pattern}")`')

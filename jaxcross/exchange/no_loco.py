@@ -183,7 +183,7 @@ def _factor(name: str, value: float, *, positive: bool = False, below: float = m
             f"{'above' if positive else 'from'} "
             f"0{f' and below {below:g}' if below < math.inf else ''}"
         )
-        raise ValueError(f"`{name}` of `no_loco` is `{value!r}`: it must be a number {range_}.")
+        raise ValueError(f"`{name}` of `no_loco` must be a number {range_}, got `{value!r}`.")
     return found
 
 

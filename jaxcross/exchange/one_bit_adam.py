@@ -119,16 +119,18 @@ def one_bit_adam(
     for name, decay in (("b1", b1), ("b2", b2)):
         if not 0 <= as_number(decay) < 1:
             raise ValueError(
-                f"`{name}` of `one_bit_adam` is `{decay!r}`: it is a moment's decay, from 0 to "
-                "below 1."
+                f"`{name}` of `one_bit_adam` is a moment's decay and must be a number from 0 and "
+                f"below 1, got `{decay!r}`."
             )
     if not 0 < as_number(eps) < math.inf:
         raise ValueError(
-            f"`eps` of `one_bit_adam` is `{eps!r}`: it keeps a division finite and must be above 0."
+            "`eps` of `one_bit_adam` keeps a division finite and must be a finite number above 0, "
+            f"got `{eps!r}`."
         )
     if block % 8:
         raise ValueError(
-            f"`block` is {block}: signs travel eight to a byte, so use a multiple of 8."
+            "`block` of `one_bit_adam` must be a multiple of 8, because eight signs are sent in "
+            f"one byte, got {block}."
         )
 
     adam_step = partial(_adam_step, axis, b1, b2)

@@ -95,8 +95,8 @@ def power_sgd(
     least = as_number(min_ratio)
     if not 0 <= least < math.inf:
         raise ValueError(
-            f"`min_ratio` of `power_sgd` is `{min_ratio!r}`: it is the least factor by which a "
-            "compressed matrix shrinks, and must be a finite number that is not negative."
+            "`min_ratio` of `power_sgd` is the least factor by which a compressed matrix shrinks, "
+            f"and must be a finite number, 0 or more, got `{min_ratio!r}`."
         )
     names = collectives.axis_names(axes)
 

@@ -56,7 +56,8 @@ def qsgd(levels: int, axes: collectives.Axes, *, seed: int = 0) -> optax.Gradien
     levels = whole_number(levels, "levels", "`qsgd`")
     if levels > 127:
         raise ValueError(
-            f"`levels` is {levels}: a level and its sign travel as one byte, so use 1 to 127."
+            "`levels` of `qsgd` must be from 1 to 127, because a level and its sign are sent as "
+            f"one byte, got {levels}."
         )
 
     names = collectives.axis_names(axes)

@@ -98,8 +98,8 @@ def check_selection(selection: str) -> None:
     """Raises a ValueError if `selection` is unknown."""
     if selection not in get_args(Selection):
         raise ValueError(
-            f"`selection` is {selection!r}: choose one of "
-            f"{', '.join(map(repr, get_args(Selection)))}."
+            f"`selection` must be one of {', '.join(map(repr, get_args(Selection)))}, got "
+            f"{selection!r}."
         )
 
 

@@ -86,9 +86,9 @@ def sharded_optimizer(
         parts = jax.tree.map(lambda x: _part(jnp.asarray(x), size, 0), params)
         if _reads_values(inner.init, parts):
             raise ValueError(
-                "the optimizer of `sharded_optimizer` starts its state from the parameters' "
-                "values, and outside of the step, a rank does not know its part of these. "
-                f"Call `tx.init` inside a step in which `{axis}` is bound."
+                "the optimizer of `sharded_optimizer` initializes its state from the parameters' "
+                "values, but outside of a step, a rank does not know which part of them is its "
+                f"own. Call `tx.init` inside a step in which axis `{axis}` is bound."
             )
         return PerRankState(inner.init(parts))
 
@@ -177,15 +177,15 @@ def _bound_size(axis: Hashable) -> int | None:
 def _axis_size(ranks: int | None, bound: int | None) -> int:
     if ranks is None and bound is None:
         raise ValueError(
-            "`init` of `sharded_optimizer` runs outside of the step and does not know how many "
-            "parts to create. Pass `ranks=`, the size of the axis, for example "
+            "`init` of `sharded_optimizer` was called outside of a step, where it does not know "
+            "how many parts to create. Pass `ranks=`, the size of the axis, for example "
             "`jaxcross.initialize().size`."
         )
     if ranks is not None and bound is not None and ranks != bound:
         raise ValueError(
             f"`ranks` of `sharded_optimizer` is {ranks}, but the axis has {bound}: parameters and "
-            "the optimizer's state are cut into as many parts as there are ranks. Create both "
-            f"again for {bound} ranks."
+            "the optimizer's state are split into as many parts as there are ranks. Create the "
+            f"exchange with `ranks={bound}`, and create its state again."
         )
     return bound if ranks is None else ranks  # pyright: ignore[reportReturnType]
 

@@ -47,7 +47,7 @@ def bias_or_norm(path: str, leaf: jax.typing.ArrayLike) -> bool:
     return jnp.ndim(leaf) <= 1 or _BIAS_OR_SCALE.search(path) is not None
 
 
-def check_density(density: object, name: str = "density") -> float:
+def check_density(density: object, what: str = "`density`") -> float:
     """Validates a fraction of elements and returns it as a float.
 
     Raises:
@@ -56,9 +56,9 @@ def check_density(density: object, name: str = "density") -> float:
     share = as_number(density)
     if not 0 < share <= 1:
         raise ValueError(
-            f"`{name}` is {density!r}: it is the share of elements that are sent and must be a "
-            "number in (0, 1], for example 0.01. The number of elements is part of the program, so "
-            "for a share that changes, use `warm_up` of `top_k`. To send everything, use "
+            f"{what} is the share of elements that are sent and must be a number in (0, 1], for "
+            f"example 0.01, got {density!r}. The number of elements is a constant of the compiled "
+            "step, so for a share that changes, use `warm_up` of `top_k`. To send everything, use "
             "`jaxcross.exchange.mean`."
         )
     return share
@@ -68,7 +68,8 @@ def check_wire_dtype(dtype: DTypeLike | None) -> None:
     """Raises a ValueError if values can't be sent as this type. None stands for their own type."""
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
-            f"`wire_dtype` is {jnp.dtype(dtype).name}: values need a floating-point type."
+            "`wire_dtype` must be a floating-point type, for example `jnp.bfloat16`, got "
+            f"{jnp.dtype(dtype).name}."
         )
 
 
@@ -157,7 +158,7 @@ def check_size(size: int, what: str) -> None:
     if size > _LARGEST:
         raise ValueError(
             f"{what} was given a leaf of {size} elements, which are too many for int32 indices. "
-            "Exclude it by `skip`."
+            "Exclude this leaf with `skip`."
         )
 
 

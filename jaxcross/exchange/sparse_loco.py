@@ -169,7 +169,10 @@ def sparse_loco(
     """
     every = whole_number(every, "every", "`sparse_loco`")
     if not is_whole(bits) or bits not in (_CODE_BITS, 32):
-        raise ValueError(f"`bits` of `sparse_loco` is `{bits!r}`: a value travels in 2 or 32 bits.")
+        raise ValueError(
+            "`bits` of `sparse_loco` is the number of bits that are sent per value, and must be 2 "
+            f"or 32, got `{bits!r}`."
+        )
     deltas = _SparseExchange(
         names=collectives.axis_names(axes),
         density=sparse.check_density(density),

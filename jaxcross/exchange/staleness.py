@@ -227,9 +227,9 @@ def _check_queue(queue: PyTree, slots: int, what: str, why: str) -> None:
     found = {len(q) for q in jax.tree.leaves(queue)} if queue is not None else {0}
     if found not in ({slots}, set()):
         raise ValueError(
-            f"{what} got a state in which gradients wait in {found.pop()} slots, but {why}, which "
-            f"needs {slots}. Restore it with the delays that it was created with, or start with "
-            "a new state. The waiting gradients are then lost."
+            f"{what} got a state with {found.pop()} slots for delayed gradients, but {why}, which "
+            f"needs {slots}. Restore the state with the delays that it was created with, or start "
+            "with a new state. The delayed gradients are then lost."
         )
 
 
@@ -248,8 +248,8 @@ def _table(delays: object) -> np.ndarray:
     )
     if ragged or not flat or not counts:
         raise ValueError(
-            f"`delays` of `asynchronous` are `{delays!r}`: they are whole numbers of steps from 0 "
-            "on. Give one for all ranks, one per rank, or rows with one per rank."
+            "`delays` of `asynchronous` must be whole numbers of steps, 0 or more: one for all "
+            f"ranks, one per rank, or rows with one per rank, got `{delays!r}`."
         )
     return np.asarray(rows, np.int32)
 

@@ -220,7 +220,10 @@ def streaming_diloco(
     turns = FragmentTurns.checked(every, fragments, delay, _WHAT)
     own_part = _part(mix, turns.delay)
     if not is_whole(bits) or bits not in (32, 8, 4):
-        raise ValueError(f"`bits` of {_WHAT} is `{bits!r}`: an element travels in 32, 8 or 4 bits.")
+        raise ValueError(
+            f"`bits` of {_WHAT} is the number of bits that are sent per element, and must be 32, "
+            f"8 or 4, got `{bits!r}`."
+        )
     names = axis_names(axes)
     inner_optimizer = optimizer_in(inner, _WHAT)
     outer_optimizer = optimizer_in(outer, _WHAT)
@@ -322,16 +325,17 @@ class FragmentTurns:
         n_delay = whole_number(delay, "delay", what, least=0)
         if n_every % n_fragments:
             raise ValueError(
-                f"`every` of {what} is {n_every} and `fragments` {n_fragments}: each fragment has "
-                f"an equal part of the round. Use a multiple of {n_fragments} steps, or a divisor "
-                f"of {n_every}."
+                f"`every` of {what} must be a multiple of `fragments`, because each fragment gets "
+                f"an equal part of the round, got `every={n_every}` and `fragments={n_fragments}`. "
+                f"Use a multiple of {n_fragments} as `every`, or a divisor of {n_every} as "
+                "`fragments`."
             )
         period = n_every // n_fragments
         if n_delay > period:
             raise ValueError(
-                f"`delay` of {what} is {n_delay}, but the next fragment's turn comes after every / "
-                f"fragments = {period} steps, and only one can be pending at a time. Use a delay "
-                f"of at most {period}, or fewer fragments."
+                f"`delay` of {what} is {n_delay}, but the next fragment is exchanged after every / "
+                f"fragments = {period} steps, and only one fragment can be in flight at a time. "
+                f"Use a delay of at most {period}, or fewer fragments."
             )
         return cls(every=n_every, fragments=n_fragments, delay=n_delay, period=period)
 
@@ -522,8 +526,8 @@ def _part(mix: object, delay: int) -> float:
     part = default if mix is None else as_number(mix)
     if not 0 <= part < 1:
         raise ValueError(
-            f"`mix` of {_WHAT} is `{mix!r}`: it is the weight of the rank's own parameters after "
-            "an outer step, in [0, 1)."
+            f"`mix` of {_WHAT} is the weight of the rank's own parameters after an outer step, "
+            f"and must be a number in [0, 1), got `{mix!r}`."
         )
     return part
 
@@ -545,9 +549,9 @@ def _check(
         if mine != made:
             raise ValueError(
                 f"the state of {_WHAT} has {_counted(mine)} in `{name}`, but its arguments need "
-                f"{_counted(made)}: it was made with other `fragments`, `delay` or `bits`, or for "
-                "other parameters. Restore it with the arguments that it was created with, or "
-                "create it again. Its contents are then lost."
+                f"{_counted(made)}: it was created with different `fragments`, `delay` or `bits`, "
+                "or for different parameters. Restore it with the arguments that it was created "
+                "with, or create it again. Its contents are then lost."
             )
     # The outer optimizer always receives vectors in place of leaves, so its result mustn't depend
     # on shapes. To verify that, trace it on a single-row matrix as well, which has to yield the

@@ -359,13 +359,14 @@ def _saturate_each(
 
 def _check_pattern(pattern: Pattern, axes: collectives.Axes, inner_ranks: int | None) -> None:
     if pattern not in get_args(Pattern):
-        raise ValueError(f'`pattern` is {pattern!r}: choose "flat" or "hierarchical".')
+        raise ValueError(f'`pattern` of `top_k` must be "flat" or "hierarchical", got {pattern!r}.')
     hierarchical = pattern == "hierarchical"
     if hierarchical and (len(collectives.axis_names(axes)) != 2 or inner_ranks is None):
         raise ValueError(
-            f'`pattern="hierarchical"` with `axes={axes!r}` and `inner_ranks={inner_ranks}`: '
-            "residuals are created before any axis is bound. Name two axes, and the inner one's "
-            'number of ranks: `axes=("node", "local"), inner_ranks=8`.'
+            '`pattern="hierarchical"` of `top_k` needs two axes and `inner_ranks`, because '
+            f"residuals are created before any axis is bound, got `axes={axes!r}` and "
+            f"`inner_ranks={inner_ranks}`. Name two axes, and the inner one's number of ranks, for "
+            'example `axes=("node", "local"), inner_ranks=8`.'
         )
     if not hierarchical and inner_ranks is not None:
         raise ValueError(
@@ -381,17 +382,17 @@ def _stages(density: float, warm_up: Sequence[tuple[int, float]]) -> list[tuple[
     )
     if not pairs:
         raise ValueError(
-            f"`warm_up` is {warm_up!r}: it must be a list of pairs of a step and the density "
-            "before it, for example `[(100, 0.25), (200, 0.05)]`."
+            "`warm_up` of `top_k` must be a list of pairs of a step and the density before this "
+            f"step, for example `[(100, 0.25), (200, 0.05)]`, got {warm_up!r}."
         )
-    what = "`top_k`, of which the first number of each pair is a step,"
-    steps = [whole_number(until, "warm_up", what, least=0) for until, _ in warm_up]
+    what = "a pair in `warm_up` of `top_k`"
+    steps = [whole_number(until, "step", what, least=0) for until, _ in warm_up]
     if steps != sorted(set(steps)) or any(s < 1 for s in steps):
         raise ValueError(
-            f"`warm_up` ends its stages at steps {steps}: they must be positive and ascending, for "
-            "example `[(100, 0.25), (200, 0.05)]`."
+            "`warm_up` of `top_k` must have positive, ascending steps, for example "
+            f"`[(100, 0.25), (200, 0.05)]`, got steps {steps}."
         )
-    shares = [sparse.check_density(share, "warm_up") for _, share in warm_up]
+    shares = [sparse.check_density(share, "each density in `warm_up`") for _, share in warm_up]
     return [*zip(steps, shares, strict=True), (-1, density)]
 
 
@@ -403,5 +404,5 @@ def _check_inner_ranks(names: tuple[Hashable, ...], inner: int | None) -> None:
         raise ValueError(
             f"`inner_ranks` of `top_k` is {inner}, but axis `{names[1]}` has {size} ranks: "
             f"residuals were created for {inner}. Create the exchange with `inner_ranks={size}`, "
-            "and create its state again. What was not sent yet is then lost."
+            "and create its state again. The unsent residuals are then lost."
         )

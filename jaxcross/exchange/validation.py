@@ -19,7 +19,7 @@ def require_params(params: optax.Params | None, what: str) -> optax.Params:
     """Returns the parameters, or raises a ValueError if `update` got none."""
     if params is None:
         raise ValueError(
-            f"{what} got no `params`, but parameters are what it exchanges. Write "
+            f"{what} exchanges parameters, but its `update` got no `params`. Write "
             "`tx.update(grads, state, params)`."
         )
     return params
@@ -36,8 +36,7 @@ def whole_number(value: object, name: str, what: str, least: int = 1) -> int:
     """
     if not is_whole(value) or value < least:
         raise ValueError(
-            f"`{name}` of {what} is `{value!r}`: it counts and must be a whole number from {least} "
-            "on."
+            f"`{name}` of {what} must be a whole number, {least} or more, got `{value!r}`."
         )
     if int(value) > _LARGEST:
         raise ValueError(
@@ -64,7 +63,8 @@ def part_kept(decay: object, what: str, of: str) -> float:
     kept = as_number(decay)
     if not 0 <= kept <= 1:
         raise ValueError(
-            f"`decay` of {what} is `{decay!r}`: it is the part of the {of} that stays, in [0, 1]."
+            f"`decay` of {what} is the part of the {of} that is kept, and must be a number in "
+            f"[0, 1], got `{decay!r}`."
         )
     return kept
 
@@ -79,8 +79,8 @@ def optimizer_in(
     """
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise ValueError(
-            f"the optimizer of {what} is `{optimizer!r}`: it must be an optax optimizer, for "
-            "example `optax.sgd(0.1)`."
+            f"the optimizer of {what} must be an optax optimizer, for example `optax.sgd(0.1)`, "
+            f"got `{optimizer!r}`."
         )
     return optax.with_extra_args_support(optimizer)
 
@@ -103,7 +103,7 @@ def check_state(
         if mine != new:
             raise ValueError(
                 f"the state of {what} is {mine} at `{jax.tree_util.keystr(path)}`, but must be "
-                f"{new} here: it was made with other arguments, for other ranks, or for other "
+                f"{new} here: it was created with different arguments, or for different ranks or "
                 "parameters. Create it again. Its contents are then lost."
             )
 
@@ -115,8 +115,9 @@ def check_float32(path: jax.tree_util.KeyPath, leaf: jax.typing.ArrayLike, what:
     """
     if jnp.result_type(leaf) == jnp.float64:
         raise ValueError(
-            f"the update `{jax.tree_util.keystr(path)}` is float64: {what} are float32 and would "
-            "round it. Cast the gradients to float32 before, or exclude it with `optax.masked`."
+            f"the update `{jax.tree_util.keystr(path)}` is float64, but {what} are float32 and "
+            "would round it. Cast the gradients to float32 first, or exclude this leaf with "
+            "`optax.masked`."
         )
 
 
@@ -130,6 +131,6 @@ def check_real(updates: optax.Updates, what: str, *, float64: bool = True) -> No
             check_float32(path, leaf, what)
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise ValueError(
-                f"the update `{jax.tree_util.keystr(path)}` is {jnp.result_type(leaf).name}: "
-                f"{what} need real floating-point leaves. Exclude the others with `optax.masked`."
+                f"the update `{jax.tree_util.keystr(path)}` is {jnp.result_type(leaf).name}, but "
+                f"{what} need real floating-point leaves. Exclude all others with `optax.masked`."
             )

@@ -102,15 +102,18 @@ def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = No
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise ValueError(
-            f"There are several jobs `{min(twice)}`. Reports and errors need one name for each job."
+            f"Several jobs are named `{min(twice)}`. Give each job a different name, which reports "
+            "and errors use."
         )
     check_batches_apart(found)
     world = world if world is not None else current_world()
     if world.estimate_request:  # only the script's first step is measured
         return Fusion(jobs=tuple(found), reasons=())
-    if current_engine() is not None:
+    engine = current_engine()
+    if engine is not None:
         raise JobError(
-            "`jaxcross.fuse` was called in a job, where it cannot measure. Call it before the run."
+            f"`jaxcross.fuse` was called in job `{engine.name}`, where it cannot measure. Call it "
+            "before the run."
         )
     candidates = _candidates(found, when, world)
     fused: dict[str, FusedJob] = {}
@@ -118,8 +121,8 @@ def fuse(jobs: Sequence[Job], *, when: When = "faster", world: World | None = No
     reasons = [each.why_not for each in candidates if each.why_not]
     if when == "always" and reasons:
         raise ValueError(
-            f"These jobs cannot be fused: {'; '.join(reasons)}. Let `when` be `faster`, or leave "
-            "them out."
+            f'Some jobs cannot be fused: {"; ".join(reasons)}. Pass `when="faster"`, or leave '
+            "these jobs out."
         )
     for members in _sets(candidates):
         step = members[0].fused_step()
@@ -150,24 +153,30 @@ def _candidates(jobs: Sequence[Job], when: When, world: World) -> list[_Candidat
     }
     failure = None
     found: list[_Candidate] = []
+    reading = ""
     try:
-        found = [_Candidate.of(job) for job in jobs]
+        for job in jobs:
+            reading = job.name
+            found.append(_Candidate.of(job))
     except Exception as error:  # from the data; raised on every rank
         failure = error
-    mine = [facts, None if failure is None else describe(failure), [each.why_not for each in found]]
+    failed = None if failure is None else [reading, describe(failure)]
+    mine = [facts, failed, [each.why_not for each in found]]
     with world.monitor(job="", step=0, segment=-1, what="jobs to fuse"):
         ranks = gather(world.control, mine)
-    for rank, (theirs, error_text, _) in enumerate(ranks):
+    for rank, (theirs, failed, _) in enumerate(ranks):
         if theirs != ranks[0][0]:
             raise JobError(
-                f"Ranks 0 and {rank} fuse different jobs: {ranks[0][0]} and {theirs}, of each job "
-                "its name, its `mode`, its `check_replicas`, and which step it has. Call "
-                "`jaxcross.fuse` with the same jobs in the same order on every rank, and let the "
-                "same of them share a step."
+                f"Ranks 0 and {rank} fuse different jobs: {ranks[0][0]} and {theirs}. For each "
+                "job, these list its name, its `mode`, its `check_replicas`, and the number of its "
+                "step. Call `jaxcross.fuse` with the same jobs in the same order on every rank, "
+                "and let the same jobs share a step."
             )
-        if error_text is not None:
+        if failed is not None:
+            name, error_text = failed
             raise JobError(
-                f"The first batch of a job raised on rank {rank}: {error_text}."
+                f"Reading the first batch of job `{name}` failed on rank {rank}: {error_text}. "
+                "Correct the batches that are passed to this job."
             ) from failure
     reasons = [
         next(filter(None, texts), "")
@@ -231,14 +240,15 @@ class _Candidate:
         why_not = ""
         if step.cut != "whole":
             why_not = (
-                f'`{step.__name__}` has `cut={step.cut!r}`, and only `cut="whole"` keeps the bits'
+                f'`{step.__name__}` has `cut={step.cut!r}`, and only with `cut="whole"` are the '
+                "results of a fused step bitwise identical"
             )
         elif step.static:
             why_not = f"`{step.__name__}` has static arguments"
         elif job.nonfinite != "ignore":
             why_not = (
-                f'`{job.name}` has `nonfinite="{job.nonfinite}"`, and others would skip or end '
-                "with it"
+                f'`{job.name}` has `nonfinite="{job.nonfinite}"`, and other jobs would skip a step '
+                "or end along with it"
             )
         if why_not:
             return cls(trial=_MeasuredJob(job=job, batch=None), why_not=why_not)
@@ -275,8 +285,8 @@ def fused_step(step: Step[..., Any]) -> Step[..., Any]:
         for result in results:
             if not isinstance(result, tuple) or len(result) != 2:
                 raise TypeError(
-                    f"`{step.__name__}` must return a pair `(state, metrics)`. Metrics may be an "
-                    "empty dict."
+                    f"`{step.__name__}` must return a pair `(state, metrics)`, got "
+                    f"{_kind(result)}. Metrics may be an empty dict."
                 )
         return tuple(state for state, _ in results), tuple(metrics for _, metrics in results)
 
@@ -284,6 +294,12 @@ def fused_step(step: Step[..., Any]) -> Step[..., Any]:
     made = step.derived("_fused", lambda: fused)
     made.may_change = True  # its arguments change whenever a job drops out
     return made
+
+
+def _kind(result: object) -> str:
+    if isinstance(result, tuple):
+        return f"a tuple of {len(result)}"
+    return f"a `{type(result).__name__}`"
 
 
 def _why_not_traced(step: Step[..., Any], job: Job, batch: PyTree) -> str:

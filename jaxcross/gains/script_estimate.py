@@ -47,9 +47,9 @@ class Request:
             found = None
         if not isinstance(found, dict) or not set(found) <= set(names):
             raise ValueError(
-                "The environment variable `JAXCROSS_ESTIMATE` must be an object in JSON with no "
-                f"other keys than {', '.join(names)}, as {{}}, got {text!r}. `jaxcross estimate` "
-                "sets it; to train, remove it."
+                "The environment variable `JAXCROSS_ESTIMATE` must be a JSON object without any "
+                f"other keys than {', '.join(names)}, for example {{}}, got {text!r}. It is set by "
+                "`jaxcross estimate`; to train, unset it."
             )
         return cls(**found)
 

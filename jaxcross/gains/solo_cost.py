@@ -76,10 +76,12 @@ class Settings:
             if not isinstance(self.mbps, int | float) or isinstance(self.mbps, bool):
                 raise TypeError(f"`mbps` must be a number, or None, got {self.mbps!r}.")
             if not 0 < self.mbps < float("inf"):
-                raise ValueError(f"`mbps` must be above 0, got {self.mbps!r}.")
+                raise ValueError(f"`mbps` must be above 0 and finite, got {self.mbps!r}.")
         if self.profiles and self.mbps is not None:
             raise ValueError(
-                "`mbps` is for a measurement: a profile says what exchanges took on its own link."
+                f"`mbps` is {self.mbps!r}, but cannot be used together with `profiles`, because a "
+                "profile already contains the times of exchanges on its own link. Leave one of "
+                "them out."
             )
 
     def as_data(self) -> dict[str, Any]:
@@ -137,15 +139,15 @@ class SoloCost:
         program = self._variant.default
         if self._variant.is_unit:
             raise CutError(
-                f"`{program.name}` calls mpi4jax: its exchanges cannot be timed apart from the "
-                "computation between them. Write it with named-axis collectives, such as "
+                f"`{program.name}` calls mpi4jax, so its exchanges cannot be timed separately from "
+                "the computation between them. Write it with named-axis collectives, such as "
                 "`lax.pmean`."
             )
         if not program.exchanges:
             raise CutError(
-                f"`{program.name}` exchanges nothing with these arguments, so that there is "
-                "nothing to hide. Give the train step, which averages its gradients over ranks, as "
-                'by `lax.pmean(grads, "batch")`.'
+                f"`{program.name}` exchanges nothing with these arguments, so there is no exchange "
+                "to hide. Pass the train step, which averages its gradients over ranks, e.g. by "
+                '`lax.pmean(grads, "batch")`.'
             )
         check_profiles(self._settings.profiles, program, self._world.size)
 
@@ -382,5 +384,5 @@ def _begin_together(
         if theirs != ranks[0][1]:
             raise ExchangeError(
                 f"Ranks 0 and {rank} ask for different estimates of `{name}`: {ranks[0][1]} and "
-                f"{theirs}. Give the same arguments on every rank."
+                f"{theirs}. Pass the same arguments on every rank."
             )

@@ -89,13 +89,14 @@ def _decorated(step: Callable[..., Any], axes: Axes | None) -> Step[..., Any]:
     if isinstance(step, Step):
         if axes is not None:
             raise TypeError(
-                f"`axes` is for a function that is not decorated: `{step.__name__}` has its own."
+                f"`{step.__name__}` is a `crossover` step and has its own axes. Leave out `axes`, "
+                "which is only for functions that are not decorated."
             )
         return step
     if axes is None:
         name = step_name(step)
         raise TypeError(
-            f"`{name}` is not a `crossover` step: name its axes, as in `estimate({name}, ..., "
-            'axes="batch")`.'
+            f"`{name}` is not a `crossover` step, so you have to pass its axes, as in "
+            f'`estimate({name}, ..., axes="batch")`.'
         )
     return crossover(step, axes=axes)

@@ -139,7 +139,7 @@ def traceback_text(error: BaseException) -> str:
     with suppress(Exception):
         trim(error)
         return "".join(traceback.format_exception(error)).rstrip()
-    return f"{type(error).__name__} (its traceback cannot be made)"
+    return f"{type(error).__name__} (its traceback cannot be shown)"
 
 
 @final

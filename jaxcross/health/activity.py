@@ -171,12 +171,13 @@ def stall_report(
         lines.append(
             "  The ranks wait for different things. Did shapes or types of a step's arguments "
             "change on some ranks only, as in a shorter last batch? Those ranks then have to agree "
-            "on the step again, while the others continue with it."
+            "on the step again, while the others continue with it. Change shapes and types on all "
+            "ranks in the same step."
         )
     elif not late and not unanswered:
         lines.append(
-            "  All ranks have arrived: MPI or the network is stuck, or what they do together. Look "
-            "at their stacks."
+            "  All ranks have arrived: MPI or the network is stuck, or the work that they do "
+            "together. Look at their stacks."
         )
     lines.append(
         "  Remedy: look at the stacks of the late ranks. If they are merely slow (compilation, "

@@ -144,7 +144,13 @@ class FlightRecorder:
         try:
             write_whole(path, text, durable=False)
         except OSError as error:
-            _log.warning("rank %d cannot write `%s`: %s", self._rank, path, error)
+            _log.warning(
+                "rank %d cannot write `%s`, but training continues: %s. Check the folder's space "
+                "and permissions.",
+                self._rank,
+                path,
+                error,
+            )
 
     def beat(self) -> None:
         """Records that this rank is alive."""
@@ -246,7 +252,13 @@ class FlightRecorder:
                     self._rotating.release()
         except OSError as error:
             self._file = -1
-            _log.warning("rank %d no longer records its events: %s", self._rank, error)
+            _log.warning(
+                "rank %d no longer records its events in `%s`, but training continues: %s. Check "
+                "the folder's space and permissions before the next run.",
+                self._rank,
+                self._path.parent,
+                error,
+            )
 
     def _start_file(self) -> None:
         """Starts a new file with the activities in progress. Keeps the previous file."""

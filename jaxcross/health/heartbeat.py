@@ -49,8 +49,8 @@ class LostPeer:
         why = {
             "stopped": f"{process} is stopped (by SIGSTOP or a debugger).",
             "running": (
-                f"{process} is there, but its interpreter does nothing (a C function that keeps "
-                "its lock?), or MPI does not bring its messages."
+                f"{process} is running, but its interpreter is blocked (by a C function that keeps "
+                "its lock?), or MPI does not deliver its messages."
             ),
             "unknown": f"{process}, that host, or the link to it does not answer.",
         }[self.found]

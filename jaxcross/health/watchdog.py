@@ -315,7 +315,8 @@ class Watchdog:
             # takes too long.
             if time.monotonic() - self._shutdown.stopped_sending_s > self._limit_s:
                 self._report(
-                    "the barrier after all scripts does not end: a rank, its host or a link is gone"
+                    "the barrier after the end of all scripts takes too long: a rank, its host or "
+                    "a link is gone"
                 )
         elif self._heartbeat is not None:
             lost = self._heartbeat.poll()

@@ -30,7 +30,8 @@ class Contention:
         for name in ("compute", "exchange"):
             if not 1 <= getattr(self, name) < float("inf"):
                 raise ValueError(
-                    f"`{name}` of a contention must be at least 1, got {getattr(self, name)}"
+                    f"`{name}` of a contention must be at least 1 and finite, got "
+                    f"{getattr(self, name)}"
                 )
 
 

@@ -141,7 +141,8 @@ class Listeners:
 
 def _name_instrument(error: Exception, hook: Callable[..., None]) -> None:
     error.add_note(
-        f"raised by `{hook.__qualname__}`, a hook of an instrument, which must not raise"
+        f"raised by `{hook.__qualname__}`, a hook of an instrument. Hooks must not raise, so catch "
+        "the error there."
     )
 
 

@@ -439,7 +439,8 @@ class Interleaver:
         self._slot = None
         if slot is None or slot.kind != kind or (job >= 0 and slot.job != job):
             raise InternalError(
-                f"the exchange lane reports a {kind} of job {job}, but its slot is {slot}"
+                f"the exchange lane reports the end of a slot `{kind}` of job {job}, but its "
+                f"current slot is {slot}"
             )
 
     def _begin_slot(self, backoff_over: bool = False) -> None:
@@ -451,7 +452,7 @@ class Interleaver:
             mine = self._jobs[slot.job]
             call = mine.call
             if call is None:
-                raise InternalError(f"job {slot.job} has an admitted step but no call")
+                raise InternalError(f"job {slot.job} has an admitted step, but no call")
             zero = mine.failed is not None
             # Bail out if some inputs haven't been dispatched here yet. Every later event brings us
             # back here.
@@ -492,7 +493,7 @@ class Interleaver:
         self._moves += 1
         call = self._jobs[job].call
         if call is None:
-            raise InternalError(f"job {job} made an exchange but has no call")
+            raise InternalError(f"job {job} made an exchange, but has no call")
         call.exchange_done(segment, finite=finite)
         self.shared.exchange_done(job, call.graph.nbytes[segment] if call.graph.nbytes else 1)
 
@@ -559,7 +560,7 @@ class Interleaver:
         """
         check_lanes(self._compute, self._jobs, self.shared)
         if self._out:
-            raise InternalError("interleaver: instructions were left behind")
+            raise _broken(f"instructions were not returned: {self._out}")
 
 
 def check_lanes(compute: ComputeQueue, jobs: Mapping[int, LocalJob], shared: SharedState) -> None:
@@ -568,15 +569,15 @@ def check_lanes(compute: ComputeQueue, jobs: Mapping[int, LocalJob], shared: Sha
     on_device = compute.on_device
     depth = compute.depth
     if len(on_device) > depth:
-        raise _broken(f"{len(on_device)} segments on a lane of depth {depth}")
+        raise _broken(f"{len(on_device)} segments are on the compute lane, whose depth is {depth}")
     if jobs.keys() != shared.jobs.keys():
-        raise _broken(f"jobs {list(jobs)} here, {list(shared.jobs)} on all ranks")
+        raise _broken(f"the jobs are {list(jobs)} here, but {list(shared.jobs)} on all ranks")
     rows = [job.row for job in shared.jobs.values()]
     if not len(set(rows)) == len(rows) <= shared.rows:
-        raise _broken(f"jobs share rows {rows} of {shared.rows}")
+        raise _broken(f"the jobs' rows {rows} must be different, and at most {shared.rows} rows")
     for job, mine in jobs.items():
         if shared.jobs[job].remaining and (mine.call is None or not mine.call.admitted):
-            raise _broken(f"job {job} has exchanges left of no admitted step")
+            raise _broken(f"job {job} has exchanges left, but no admitted step")
         if mine.call is not None:
             _check_call(job, mine, mine.call, shared)
     if len(on_device) < depth:
@@ -585,16 +586,19 @@ def check_lanes(compute: ComputeQueue, jobs: Mapping[int, LocalJob], shared: Sha
                 job, is_step=mine.call is not None and mine.call.graph.is_step
             )
             if mine.ready(may_begin=may_begin) is not None:
-                raise _broken(f"job {job} has a ready segment but the compute lane is not full")
+                raise _broken(
+                    f"job {job} has a ready segment, although the compute lane is not full"
+                )
 
 
 def _check_call(job: int, mine: LocalJob, call: LocalCall, shared: SharedState) -> None:
     if not mine.is_waiting:
-        raise _broken(f"job {job} has a call, but its thread does not wait")
+        raise _broken(f"job {job} has a call, but its thread is not waiting")
     if not call.dispatched <= call.issued:
-        raise _broken(f"job {job}: dispatched what was not issued")
+        early = call.dispatched - call.issued
+        raise _broken(f"job {job}: segments {early} were dispatched, but never issued")
     if call.ready() in call.issued:
-        raise _broken(f"job {job}: a segment both issued and ready")
+        raise _broken(f"job {job}: segment {call.ready()} is both issued and ready")
     if call.issued and call.graph.is_step and shared.start.holds(job):
         raise _broken(f"job {job}: segments {call.issued} ran before the joint start")
     if not call.committed:
@@ -605,7 +609,10 @@ def _check_call(job: int, mine: LocalJob, call: LocalCall, shared: SharedState) 
         done = call.issued | call.exchanged
         for segment in done:
             if not done.issuperset(call.graph.needs[segment]):
-                raise _broken(f"job {job}: segment {segment} ran before its needs")
+                raise _broken(
+                    f"job {job}: segment {segment} ran before all of {call.graph.needs[segment]}"
+                    ", which it needs"
+                )
 
 
 def _broken(rule: str) -> InternalError:

@@ -244,7 +244,9 @@ class Simulation:
         if stuck:
             state = "still run" if self._heap else "hang"
             slots = {rank.number: rank.result.slots[-3:] for rank in self._ranks}
-            raise InternalError(f"ranks {stuck} {state} at {self._now} s; last slots {slots}")
+            raise InternalError(
+                f"ranks {stuck} {state} at {self._now} s; the last slots of each rank are {slots}"
+            )
         for rank in self._ranks:
             rank.result.steps = [steps for _, steps in sorted(rank.steps.items())]
         return [rank.result for rank in self._ranks]
@@ -266,7 +268,9 @@ class Simulation:
 
     def _submitted(self, rank: int, name: str) -> Script:
         if self._script_of is None:
-            raise InternalError(f"there is no script for the submitted job `{name}`")
+            raise InternalError(
+                f"rank {rank} has no script for the submitted job `{name}`: pass `submitted`"
+            )
         return self._script_of(rank, name)
 
     def _handle(self, rank: _Rank, event: m.Event) -> None:
@@ -328,7 +332,7 @@ class Simulation:
                 rank.result.end_s = now
                 rank.result.left_out = left_out
             case _:
-                raise InternalError(f"the simulator cannot follow {instruction!r}")
+                raise InternalError(f"the simulator does not know the instruction {instruction!r}")
 
     def _resume(self, rank: _Rank, job: int, value: object) -> None:
         try:
@@ -443,7 +447,7 @@ class Simulation:
         meeting[rank.number] = (slot, payload)
         rank.slot += 1
         if len({there for there, _ in meeting.values()}) > 1:
-            raise InternalError(f"ranks meet in different slots: {meeting}")
+            raise InternalError(f"ranks have entered different slots at the same time: {meeting}")
         if len(meeting) < len(self._ranks):
             return
         payloads = [meeting[number][1] for number in range(len(self._ranks))]

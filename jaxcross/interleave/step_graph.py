@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from jaxcross.errors import quoted
+
 MAX_SEGMENTS = 10_000
 """The largest number of segments that `StepGraph.from_data` accepts."""
 
@@ -55,24 +57,37 @@ class StepGraph:
             tuple(i for i, kind in enumerate(self.kinds) if kind == "collective"),
         )
         if len(self.needs) != len(self.kinds):
-            raise ValueError(f"{len(self.kinds)} segments, but needs of {len(self.needs)}")
+            raise ValueError(
+                f"`needs` must have one entry for each of the {len(self.kinds)} segments, got "
+                f"{len(self.needs)} entries"
+            )
         for index, needs in enumerate(self.needs):
             if any(not 0 <= need < index for need in needs):
                 raise ValueError(
-                    f"segment {index} needs {needs}: a segment can only need earlier ones"
+                    f"segment {index} needs segments {needs}, but a segment can only need earlier "
+                    "segments"
                 )
             if self.kinds[index] == "collective" and (
                 index in self.after_commit or self.after_commit & set(needs)
             ):
-                raise ValueError(f"exchange segment {index} waits for the commit that waits for it")
+                raise ValueError(
+                    f"exchange segment {index} waits for the commit, but the commit waits for all "
+                    "exchanges"
+                )
         if self.after_commit and not self.collectives:
-            raise ValueError("a program without exchanges has no commit to wait for")
+            raise ValueError(
+                f"`after_commit` must be empty, got {sorted(self.after_commit)}: a program without "
+                "exchanges has no commit to wait for"
+            )
         if not self.carried.issubset(self.collectives):
             raise ValueError(
-                f"segments {sorted(self.carried)} are not all exchanges, and are said to be carried"
+                f"`carried` must only contain the exchange segments {[*self.collectives]}, got "
+                f"{sorted(self.carried)}"
             )
         if self.local_step and self.collectives:
-            raise ValueError("a program with exchanges cannot be a local step")
+            raise ValueError(
+                f"`local_step` must be false, because segments {[*self.collectives]} are exchanges"
+            )
         readers: list[list[int]] = [[] for _ in self.kinds]
         for index, needs in enumerate(self.needs):
             for need in set(needs) if self.kinds[index] == "compute" else ():
@@ -108,32 +123,54 @@ class StepGraph:
         names = ("kinds", "needs", "after_commit", "nbytes", "carried")
         # Profiles of earlier versions don't have `carried`.
         lists = {"carried": [], **data} if isinstance(data, Mapping) else {}
-        if not all(isinstance(lists.get(name), list) for name in names):
-            raise ValueError(f"a step graph has the lists {', '.join(names)}")
+        missing = [name for name in names if not isinstance(lists.get(name), list)]
+        if missing:
+            raise ValueError(
+                f"a step graph must have the lists {quoted(names)}, but {quoted(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} missing or not a list"
+            )
         kinds, needs, after_commit, nbytes, carried = (lists[name] for name in names)
         if not 1 <= len(kinds) <= MAX_SEGMENTS:
-            raise ValueError(f"a step has 1 to {MAX_SEGMENTS} segments, not {len(kinds)}")
-        if not all(kind in ("compute", "collective") for kind in kinds):
-            raise ValueError("each of `kinds` is `compute` or `collective`")
-        if not all(isinstance(several, list) for several in needs):
-            raise ValueError("each of `needs` is a list of numbers of segments")
+            raise ValueError(
+                f"`kinds` must have 1 to {MAX_SEGMENTS} entries, one for each segment, got "
+                f"{len(kinds)}"
+            )
+        for kind in kinds:
+            if kind not in ("compute", "collective"):
+                raise ValueError(
+                    f"each of `kinds` must be `compute` or `collective`, got {kind!r:.60}"
+                )
+        for several in needs:
+            if not isinstance(several, list):
+                raise ValueError(
+                    f"each of `needs` must be a list of segment numbers, got {several!r:.60}"
+                )
         numbers = [
             *after_commit,
             *nbytes,
             *carried,
             *(need for several in needs for need in several),
         ]
-        if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-            raise ValueError(
-                "`needs`, `after_commit`, `nbytes` and `carried` hold whole numbers that are not "
-                "negative"
-            )
+        for number in numbers:
+            if type(number) is not int or not 0 <= number < 2**63:
+                raise ValueError(
+                    "`needs`, `after_commit`, `nbytes` and `carried` must only contain whole "
+                    f"numbers from 0 to 2**63 - 1, got {number!r:.60}"
+                )
         if nbytes and len(nbytes) != len(kinds):
-            raise ValueError(f"{len(kinds)} segments, but `nbytes` of {len(nbytes)}")
+            raise ValueError(
+                f"`nbytes` must be empty or have one entry for each of the {len(kinds)} segments, "
+                f"got {len(nbytes)} entries"
+            )
         if any(number >= len(kinds) for number in after_commit):
-            raise ValueError("`after_commit` holds numbers of segments")
+            raise ValueError(
+                f"`after_commit` must contain segment numbers, which are below {len(kinds)} here, "
+                f"got {max(after_commit)}"
+            )
         if type(data.get("local_step")) is not bool:
-            raise ValueError("`local_step` is true or false")
+            raise ValueError(
+                f"`local_step` must be true or false, got {data.get('local_step')!r:.60}"
+            )
         return cls(
             kinds=tuple(kinds),
             needs=tuple(map(tuple, needs)),

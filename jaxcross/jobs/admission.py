@@ -201,7 +201,8 @@ class MemoryAdmission:
             self._warned = True
             _log.warning(
                 "Whether jobs fit into memory is not checked, because this device does not report "
-                'how much it has. Pass it, as in `Runner(memory="80GB")`.'
+                "how much memory it has. To have it checked, pass the amount, as in "
+                '`Runner(memory="80GB")`.'
             )
         self._booked[job] = wanted
         self.most_booked_bytes = max(self.most_booked_bytes, needed)

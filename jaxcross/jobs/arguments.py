@@ -63,7 +63,7 @@ def check_options(function: str, options: Mapping[str, Any], kind: type[SharedOp
     for name in options:
         if name not in known:
             raise TypeError(
-                f"`{function}` has no argument `{name}`; of the options of a run it takes "
+                f"`{function}` has no argument `{name}`. The options of a run that it takes are "
                 f"{', '.join(known)}."
             )
 
@@ -130,7 +130,8 @@ def check_places(instruments: Iterable[Instrument]) -> None:
         if place and place in writers:
             names = f"`{type(writers[place]).__name__}` and `{type(each).__name__}`"
             raise ValueError(
-                f"Two instruments, {names}, would write to `{place}`. Give each a place of its own."
+                f"Two instruments, {names}, would write to `{place}`. Give each of them a "
+                "different path."
             )
         writers[place] = each
 
@@ -202,9 +203,9 @@ def record_events(flight: FlightRecorder, folder: str | os.PathLike[str]) -> Non
         flight.record_to(folder)
     except OSError as error:
         raise ValueError(
-            f"`events` is `{os.fspath(folder)}`, where this rank cannot write down what it does: "
-            f"{clause(str(error))}. Name a folder that every rank may make or write to, or leave "
-            "`events` out."
+            f"`events` is `{os.fspath(folder)}`, but this rank cannot write its events there: "
+            f"{clause(str(error))}. Name a folder that every rank can create and write to, or "
+            "leave `events` out."
         ) from error
 
 
@@ -230,8 +231,8 @@ def checked_interval(what: str, steps: Any) -> int | None:
         return None
     if not is_whole(steps) or steps < 1:
         raise ValueError(
-            f"{what} is `{steps!r}`: it is the number of steps from one comparison to the next, 1 "
-            "or more."
+            f"{what} must be the number of steps from one comparison to the next, a whole number "
+            f"of at least 1, got {steps!r:.60}."
         )
     return int(steps)  # as text, since that's how ranks compare it
 
@@ -277,7 +278,10 @@ def check_jobs(count: int, policy: Policy) -> None:
             "first."
         )
     if isinstance(policy, Weighted) and len(policy.shares) != count:
-        raise ValueError(f"`Weighted` has {len(policy.shares)} shares, the runner {count} jobs")
+        raise ValueError(
+            f"`Weighted` has {len(policy.shares)} shares, but the run has {count} jobs. Give it "
+            "one share for each job, in the order of the jobs."
+        )
 
 
 def check_trial_policy(policy: Any, concurrent: int, *, prunes: bool) -> None:
@@ -301,9 +305,10 @@ def check_trial_policy(policy: Any, concurrent: int, *, prunes: bool) -> None:
         )
     if policy is not None and prunes and len(policy.running(range(concurrent))) < concurrent:
         raise ValueError(
-            f"Under the policy `{policy.name}` not all of the {concurrent} trials get turns, but "
-            "one that could be pruned waits until the others have come as far. Use "
-            "`RoundRobin()`, pass `concurrent=1`, or leave the pruner out."
+            f"The policy `{policy.name}` does not run all of the {concurrent} trials at the same "
+            "time, but with a pruner, each trial has to wait until the others have reached the "
+            "same step, so the sweep would deadlock. Use `RoundRobin()`, pass `concurrent=1`, or "
+            "leave the pruner out."
         )
 
 
@@ -349,15 +354,17 @@ def check_job(name: str, fn: Any, kwargs: Mapping[str, Any]) -> None:
     ):
         kind = "a coroutine" if inspect.iscoroutinefunction(fn) else "a generator"
         raise TypeError(
-            f"Job `{name}` needs a function that trains when it is called; this one makes {kind}, "
-            "which nothing would run. Write it without `yield` and `async`."
+            f"Job `{name}` needs a function that trains when it is called, got one that returns "
+            f"{kind}, which would never be run. Write it without `yield` and `async`."
         )
     try:
         inspect.signature(fn).bind("job", **kwargs)
     except TypeError as error:
         given = "".join(f", {key}=..." for key in kwargs)
         raise TypeError(
-            f"Job `{name}` calls its function as `fn(job{given})`: {clause(str(error))}."
+            f"Job `{name}` calls its function as `fn(job{given})`, which its signature does not "
+            f"allow: {clause(str(error))}. Change the function's parameters, or the arguments that "
+            "you pass for it."
         ) from None
     except ValueError:  # written in C, without a signature
         return
@@ -374,7 +381,10 @@ def check_loop(name: Any, step: Any, batches: Any, steps: Any) -> None:
     if not isinstance(name, str):
         raise _wrong("`name`", "a text that is unique among the jobs", name)
     if not name:
-        raise ValueError("`name` must not be empty: reports and errors need one name for each job.")
+        raise ValueError(
+            "`name` must not be empty, because reports and errors show it. Give each job a "
+            "different name."
+        )
     if not callable(step):
         raise _wrong(f"`step` of job `{name}`", "a function of `(state, batch)`", step)
     _check_signature(name, step)
@@ -438,7 +448,10 @@ def checked_early_stopping(
         raise _wrong(f"`metric` {what}", "the name of a metric, such as `eval/accuracy`", metric)
     check_choice(mode, Mode, f"`mode` {what}")
     if (patience is None) == (patience_steps is None):
-        raise ValueError(f"Give one of `patience` and `patience_steps` {what}.")
+        raise ValueError(
+            f"Give exactly one of `patience` and `patience_steps` {what}, got {patience!r:.60} and "
+            f"{patience_steps!r:.60}."
+        )
     for name, value in (("patience", patience), ("patience_steps", patience_steps)):
         if value is not None:
             check_count(f"`{name}` {what}", value, least=1)
@@ -460,8 +473,8 @@ def _check_signature(name: str, step: Callable[..., Any]) -> None:
     except TypeError as error:
         raise TypeError(
             f"`step` of job `{name}` must take `(state, batch)`, got a function of `{signature}`. "
-            "Let each element of `batches` hold all that a step needs, as a tuple or a dict, and "
-            "the step take it apart; or write the loop as a function for `Runner.add`."
+            "Put everything that a step needs into each element of `batches`, as a tuple or a "
+            "dict, and unpack it in the step, or write the loop as a function for `Runner.add`."
         ) from error
 
 

@@ -159,7 +159,8 @@ class JobContext:
         check_choice(policy, NonFinite, f"`nonfinite` of job `{self.name}`")
         if self._engine.registry.any and policy != self._engine.nonfinite:
             raise JobError(
-                f"Job `{self.name}`: `nonfinite` was set after its first step. Set it before."
+                f"Job `{self.name}`: `nonfinite` was set after its first step. Set it at the "
+                "beginning of the job's function."
             )
         self._engine.nonfinite = policy
 

@@ -82,7 +82,9 @@ class Best:
             or (found is not None and not math.isfinite(found))
         ):
             raise ValueError(
-                f"the best value of `{self.metric}` that a checkpoint holds cannot be understood"
+                f"the best value of `{self.metric}` in a checkpoint's notes must be a JSON list of "
+                f"a finite value and two steps, got {text!r:.60}. Restore an older checkpoint, or "
+                "name another directory"
             )
         return replace(self, value=found, step=step, since=since)
 

@@ -326,7 +326,8 @@ class JobEngine:
         driver, record = self.running()
         _log.warning(
             "Job `%s` has ended (%s), but its function catches every exception and continues. Its "
-            "thread cannot be ended, and is put to sleep. Catch only the exceptions you expect.",
+            "thread cannot be ended, so it is put to sleep forever. Catch only the exceptions that "
+            "you expect.",
             self.name,
             describe(record.error) if record.error else JobStatus.STOPPED,
         )
@@ -497,7 +498,7 @@ class JobEngine:
         """
         if self.driver is None or self.record is None:
             raise JobError(
-                f"Job `{self.name}` is not running. Its methods work inside its function, during "
+                f"Job `{self.name}` is not running. Call its methods inside its function, during "
                 "`runner.run()`."
             )
         if self.misuse is not None and self._in_own_thread:
@@ -518,10 +519,11 @@ class JobEngine:
             return None
         return JobError(
             f"{what} of job `{self.name}` was {done} in thread "
-            f"`{threading.current_thread().name}`, not in the job's own: two threads would take "
-            "each other's answers from the other ranks. Do it in the job's function. `job.batches` "
-            "has a thread that prepares batches ahead of it: give what yours does to batches as an "
-            "iterator, `job.batches(prepared(data))`."
+            f"`{threading.current_thread().name}` rather than in the job's own thread, where the "
+            "two threads could receive each other's answers from the other ranks. Do it directly "
+            "in the job's function. To prepare batches in a thread, put the work into an iterator "
+            "and pass that, `job.batches(prepared(data))`: a thread of `job.batches` runs it ahead "
+            "of the loop."
         )
 
     def ends_stray_loop(self) -> bool:
@@ -567,8 +569,8 @@ class JobEngine:
         driver = self.driver
         if record is None:
             raise JobError(
-                f"Job `{self.name}` is not running: it can be stopped or paused during "
-                "`runner.run()` only."
+                f"Job `{self.name}` is not running. Stop or pause it during `runner.run()`, not "
+                "before."
             )
         if driver is not None:
             driver.request(record, request)
@@ -632,8 +634,8 @@ class JobEngine:
             policies = control.allgather_text(self.nonfinite)
             text = ", ".join(f"`{policy}` on rank {n}" for n, policy in enumerate(policies))
             raise JobError(
-                f"Job `{self.name}`: `nonfinite` is {text}. Ranks would drift apart: set the same "
-                "on every rank."
+                f"Job `{self.name}`: `nonfinite` is {text}, so the states of the ranks would drift "
+                "apart. Set the same value on every rank."
             )
 
     @contextmanager
@@ -956,9 +958,9 @@ class JobEngine:
         """
         if self.evaluations.any:
             raise JobError(
-                f"Job `{self.name}` trains by a `ParameterServer`, so that its ranks have made "
-                "different numbers of steps: `job.every` cannot evaluate it. Evaluate in the loop, "
-                "with `job.measure`."
+                f"Job `{self.name}` trains by a `ParameterServer`, so its ranks make different "
+                "numbers of steps and `job.every` cannot evaluate it. Evaluate in the loop "
+                "instead, inside `with job.measure(...)`."
             )
         self.step += 1
         self.examples.count_step()

@@ -111,12 +111,13 @@ class Evaluations:
         self._check_open("job.every")
         if evaluation.name in self._every:
             raise ValueError(
-                f"Job `{self._job}` has an evaluation `{evaluation.name}` already: give `name` "
-                "another."
+                f"Job `{self._job}` has an evaluation `{evaluation.name}` already. Pass a "
+                "different `name` to `job.every`."
             )
         if evaluation.rank is not None and not 0 <= evaluation.rank < self._ranks:
             raise ValueError(
-                f"`rank` of `job.every` must be one of {self._ranks} ranks, got {evaluation.rank}."
+                f"`rank` of `job.every` in job `{self._job}` must be from 0 to {self._ranks - 1}, "
+                f"got {evaluation.rank}."
             )
         self._every[evaluation.name] = evaluation
 
@@ -130,7 +131,8 @@ class Evaluations:
         self._check_open("job.stop_early")
         if self._early is not None:
             raise ValueError(
-                f"Job `{self._job}` stops early by `{self._early.best.metric}` already."
+                f"Job `{self._job}` stops early by `{self._early.best.metric}` already. Call "
+                "`job.stop_early` only once."
             )
         self._early = early
 
@@ -157,8 +159,8 @@ class Evaluations:
     def _check_open(self, what: str) -> None:
         if self._begun:
             raise JobError(
-                f"Job `{self._job}`: call `{what}` before the loop over `job.batches`, and not in "
-                "it."
+                f"Job `{self._job}`: `{what}` was called after the loop over `job.batches` had "
+                "begun. Call it before the loop."
             )
 
     def begin(self, job: EvaluatedJob) -> None:
@@ -184,13 +186,14 @@ class Evaluations:
         for rank, text in enumerate(texts):
             if text != texts[0]:
                 raise JobError(
-                    f"Job `{self._job}`: rank 0 evaluates by {texts[0]}, rank {rank} by {text}. "
-                    "Call `job.every` and `job.stop_early` with the same arguments on every rank."
+                    f"Job `{self._job}`: the evaluations differ between ranks. Rank 0 has called "
+                    f"{texts[0]}, rank {rank} {text}. Call `job.every` and `job.stop_early` with "
+                    "the same arguments on every rank."
                 )
         for metric, user in self._metrics():
             if not self.provide(metric):
                 raise JobError(
-                    f"Job `{self._job}`: {user} needs the metric `{metric}`, and the job has no "
+                    f"Job `{self._job}`: {user} needs the metric `{metric}`, but the job has no "
                     "evaluation that could return it. Call `job.every(n, fn, "
                     f"name={metric.partition('/')[0]!r})` before the loop."
                 )
@@ -252,15 +255,15 @@ class Evaluations:
         if self.stop_reason:
             raise JobError(
                 f"Job `{self._job}` continues after step {job.step}, where it stopped early: "
-                f"{self.stop_reason}. Loops over `job.batches` that were open then have ended: "
-                "take all batches from one of them."
+                f"{self.stop_reason}. Early stopping ends only the loops over `job.batches` that "
+                "are open at the time, so take all batches from a single loop."
             )
         due = self._due(job.step)
         if due:
             raise JobError(
-                f"Job `{self._job}` makes its next step but has not run the evaluation "
-                f"`{due[0].name}` of step {job.step}. Evaluations run when the job asks for a "
-                "batch or saves: take the batches from `job.batches`, or call `job.save`."
+                f"Job `{self._job}` has called its next step before the evaluation "
+                f"`{due[0].name}` of step {job.step} could run. Evaluations run when the job asks "
+                "for a batch or saves, so take the batches from `job.batches`, or call `job.save`."
             )
 
     def run(self, job: EvaluatedJob, log: Callable[[str, PyTree], None]) -> bool:
@@ -308,7 +311,7 @@ class Evaluations:
         if known_step != job.step or has_deleted(state):
             raise JobError(
                 f"Job `{self._job}`: evaluation `{each.name}` of step {job.step} needs the state, "
-                f"which the job's function has last set at step {known_step}. Assign `job.state = "
+                f"which the job's function last set at step {known_step}. Assign `job.state = "
                 "state` after each step."
             )
         alone = each.rank is not None
@@ -323,8 +326,8 @@ class Evaluations:
             values = self._on_host(each, values) if decides else values
         if has_deleted(state):
             raise JobError(
-                f"Job `{self._job}`: evaluation `{each.name}` donates the state, which the next "
-                "step needs. Make it without `donate_argnums`."
+                f"Job `{self._job}`: evaluation `{each.name}` of step {job.step} has donated the "
+                "state, which the next step needs. Compile it without `donate_argnums`."
             )
         if alone or decides:
             every = job.run_on_all_ranks(
@@ -369,7 +372,7 @@ class Evaluations:
             raise JobError(
                 f"Job `{self._job}`: evaluation `{each.name}` of step {self._done[each.name]} has "
                 f"no number `{metric}`, which {user} needs. It returned "
-                f"{quoted(found) or 'nothing'}."
+                f"{quoted(found) or 'nothing'}. Return that metric from every evaluation."
             ) from None
 
     # For checkpoints.

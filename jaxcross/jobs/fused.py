@@ -86,9 +86,9 @@ class FusedJob:
         for member in self.members:
             if member.nonfinite != "ignore":
                 raise ValueError(
-                    f"Job `{member.name}` has `nonfinite={member.nonfinite!r}`, and the other jobs "
-                    f"of the fused job `{self.name}` would skip or end with it. Set it before "
-                    "`jaxcross.fuse`, which then leaves the job out."
+                    f"Job `{member.name}` has `nonfinite={member.nonfinite!r}`, but the other jobs "
+                    f"of the fused job `{self.name}` would skip steps or end along with it. Set "
+                    "`nonfinite` before you call `jaxcross.fuse`, which then leaves this job out."
                 )
         self._stand_ins = [member._fuse(self.name) for member in self.members]
 

@@ -50,7 +50,8 @@ class JobMemory:
     def __post_init__(self) -> None:
         if not all(type(number) is int and 0 <= number < _MOST for number in astuple(self)):
             raise ValueError(
-                f"the bytes of a job are whole numbers, not negative, got {self}"[:200]
+                "the memory of a job must be whole numbers of bytes from 0 to 2**60 - 1, got "
+                f"{self!r:.130}"
             )
 
     @classmethod
@@ -78,7 +79,8 @@ class JobMemory:
         """
         if not isinstance(data, dict) or data.keys() != {field.name for field in fields(cls)}:
             raise ValueError(
-                f"the memory of a job has {', '.join(field.name for field in fields(cls))}"
+                f"the memory of a job must be a dict with exactly the keys "
+                f"{', '.join(field.name for field in fields(cls))}, got {data!r:.60}"
             )
         return cls(**data)
 

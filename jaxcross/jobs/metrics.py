@@ -100,8 +100,8 @@ class MetricLog:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(metrics)):
             raise TypeError(
                 "`job.log` was called with traced values, inside a `jax.jit` or a step, where it "
-                "would run once, while JAX traces. Return the metrics from the step, and log them "
-                "in the job's function."
+                "would only run once, during tracing. Return the metrics from the step, and log "
+                "them in the job's function."
             )
         self._pending.append((step, own_copy(jax.tree.map(_key_data, metrics))))
         while self._pending and _computed(self._pending[0][1]):

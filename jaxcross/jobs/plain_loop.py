@@ -70,8 +70,9 @@ def run(jobs: Sequence[Job | FusedJob], **options: Unpack[RunOptions]) -> Report
     )
     if fused and options.get("checkpoints") is not None:
         raise ValueError(
-            f"`checkpoints` cannot keep the fused job `{fused[0].name}`: its jobs could not be "
-            "restored one by one. Run the jobs without `jaxcross.fuse`, or without `checkpoints`."
+            f"`checkpoints` cannot keep the fused job `{fused[0].name}`, because its jobs could "
+            "not be restored one by one. Run the jobs without `jaxcross.fuse`, or without "
+            "`checkpoints`."
         )
     with Runner(**options) as runner:
         contexts = {job: runner.add(job.name, job._run) for job in found}
@@ -272,7 +273,10 @@ class Job:
         """
         evaluation = checked_evaluation(self.name, n, fn, rank, name)
         if self._in_run:
-            raise JobError(f"Job `{self.name}`: call `job.every` before the run, which has begun.")
+            raise JobError(
+                f"Job `{self.name}`: `job.every` was called after the run had begun. Call it "
+                "before the run."
+            )
         self._settings.append(lambda evaluations: evaluations.add(evaluation))
 
     def stop_early(
@@ -302,7 +306,8 @@ class Job:
         )
         if self._in_run:
             raise JobError(
-                f"Job `{self.name}`: call `job.stop_early` before the run, which has begun."
+                f"Job `{self.name}`: `job.stop_early` was called after the run had begun. Call it "
+                "before the run."
             )
         self._settings.append(lambda evaluations: evaluations.stop_early(early))
 
@@ -347,8 +352,8 @@ class Job:
         """Delegates to `job`, which runs `_run`, from now on. Called just before the run."""
         if self._in_run:
             raise JobError(
-                f"Job `{self.name}` is in a run already. Wait for its end (`job.done.wait()`), or "
-                "make another `jaxcross.Job` for the second run."
+                f"Job `{self.name}` is in a run already. Wait until it has ended "
+                "(`job.done.wait()`), or make another `jaxcross.Job` for the second run."
             )
         before = self._face
         self._face = job
@@ -448,12 +453,11 @@ class JobStandIn:
             return
         if self.fused_into:
             raise JobError(
-                f"Job `{self.name}` cannot be stopped or paused alone: it is trained by the fused "
-                f"job `{self.fused_into}`. Run it without `jaxcross.fuse`."
+                f"Job `{self.name}` cannot be stopped or paused alone, because it is trained by "
+                f"the fused job `{self.fused_into}`. Run it without `jaxcross.fuse`."
             )
         raise JobError(
-            f"Job `{self.name}` is not running: it can be stopped or paused during "
-            "`jaxcross.run` only."
+            f"Job `{self.name}` is not running. Stop or pause it during `jaxcross.run`, not before."
         )
 
 
@@ -470,6 +474,6 @@ def check_batches_apart(jobs: Iterable[Job]) -> None:
         other = seen.setdefault(id(job._batches), job.name)
         if other != job.name:
             raise ValueError(
-                f"`batches` of jobs `{other}` and `{job.name}` are one iterator, so that each "
-                "batch would go to one of them, to whichever asks first. Give each job its own."
+                f"`batches` of jobs `{other}` and `{job.name}` are the same iterator, so each "
+                "batch would only go to whichever job asks first. Give each job its own iterator."
             )

@@ -100,7 +100,10 @@ def seek(
         return
     state = json.loads(position.state)
     if not isinstance(state, dict) or set(state) not in ({"bytes"}, {"value"}):
-        raise ValueError("the position in the data that a checkpoint holds cannot be understood")
+        raise ValueError(
+            "the position in the data that a checkpoint holds must be a dict with the key `bytes` "
+            "or `value`, got something else. Restore an older checkpoint, or name another directory"
+        )
     source.set_state(base64.b64decode(state["bytes"]) if "bytes" in state else state["value"])
 
 
@@ -324,7 +327,10 @@ def close_unread(source: Iterator[Any]) -> None:
         try:
             source.close()
         except Exception:  # the job no longer needs the iterator
-            _log.exception("`close()` of the data given to job.batches raised")
+            _log.exception(
+                "`close()` of the data given to job.batches raised an exception, which is ignored "
+                "because the job needs no more batches"
+            )
 
 
 def number_of_batches(data: Iterable[Any], steps: int | None) -> int | None:

@@ -281,7 +281,7 @@ class ReplicaChecks:
         """The reason why replicas can't be compared at all, or "". The same on every rank."""
         if self._serves:
             return "it trains by a `ParameterServer`"
-        return "" if self._common else "each of its leaves is a rank's own"
+        return "" if self._common else "all of its leaves are rank-local"
 
     def _trains(self) -> bool | None:
         """Whether the job trains, i.e. changes its state. None if we can't tell.

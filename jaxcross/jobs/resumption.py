@@ -167,10 +167,10 @@ class Resumption:
         )
         if (took_others or not counted_trains) and holds_state(state, results):
             self._uncounted_reason = (
-                f"`{name}` trains, but steps are the calls of `{counted}`, the first function with "
-                "exchanges that the job called: a restart would take the wrong batches. Train by "
-                "one function, with a static argument for what differs, and evaluate after its "
-                "first step"
+                f"`{name}` trains too, but only the calls of `{counted}` count as steps, because "
+                "it is the first function with exchanges that the job called, so a restart would "
+                "take the wrong batches. Train with a single function, which may have a static "
+                "argument for what differs, and evaluate only after its first step"
             )
 
     @property
@@ -179,7 +179,7 @@ class Resumption:
         if self._trains_in_several_loops:
             return (
                 "its function trains in several loops over `job.batches`, one after the other or "
-                "one inside another, and a restart could not tell them apart: take all batches "
+                "one inside another, and a restart could not tell them apart. Take all batches "
                 "from one loop"
             )
         return self._uncounted_reason

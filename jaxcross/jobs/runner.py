@@ -240,7 +240,8 @@ class Runner:
                 record = None if driver is None else driver.join(name, engine.make_thread, attach)
                 if record is None:
                     raise JobError(
-                        f"Job `{name}` comes too late: this runner's run has ended. Make a new one."
+                        f"Job `{name}` was added too late: this runner's run has ended. Make a new "
+                        "`Runner`, and add the job to that."
                     )
                 if self._session is not None:
                     self._session.added(name)
@@ -304,7 +305,8 @@ class Runner:
             self._check_name(job)
             if self._driver is None or not self._driver.submit(text):
                 raise JobError(
-                    f"Job `{job}` cannot be submitted now. Submit jobs while `runner.run()` runs."
+                    f"Job `{job}` cannot be submitted now, because the run has not begun or has "
+                    "ended. Submit jobs while `runner.run()` runs."
                 )
             self._submitted.add(job)
             if self._session is not None:
@@ -453,7 +455,10 @@ class Runner:
         # A thread that tries to add a job now has to wait until there's a driver for it to join.
         with self._lock:
             if self._used:
-                raise JobError("This runner has run. Make a new Runner for another run.")
+                raise JobError(
+                    "`runner.run()` was called twice, but a runner runs only once. Make a new "
+                    "`Runner` for another run."
+                )
             arguments.check_jobs(len(self._engines), self.policy)
             if self.world.estimate_request:
                 self._engines = _first_of(self._engines, self.world)
@@ -601,11 +606,13 @@ def _resubmitted_jobs(
             # The job's folder was looked up by its listed name, so the submission has to agree on
             # the name.
             if name != listed:
-                raise ValueError(f"it is listed as `{listed}`, and makes a job `{name}`")
+                raise ValueError(f"it creates a job `{name}` instead of `{listed}`")
             check_name(name)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             _log.warning(
-                "A submission of an earlier run cannot be understood, and is left out: %s.",
+                "Job `%s`, which was submitted in an earlier run, is left out, because its "
+                "submission cannot be used: %s. To run it, submit it again.",
+                listed,
                 clause(str(error)),
             )
         else:
@@ -655,9 +662,9 @@ def _left_out(world: World, jobs: Sequence[JobEngine], names: Sequence[str]) -> 
         f"`{name}` (rank {', '.join(where)} of {world.size})" for name, where in ranks.items()
     )
     error = JobError(
-        "Jobs were added during the run but not on every rank, or when it was ending, and never "
-        f"joined: {what}. Add a job on all ranks while another one still has to wait for them, for "
-        "example in a job's function."
+        "Some jobs were added during the run but never joined it, because not every rank added "
+        f"them or because the run was already ending: {what}. Add a job on all ranks while another "
+        "one is still running, for example in that job's function."
     )
     for job in jobs:
         if job.status == JobStatus.LEFT_OUT:
@@ -680,7 +687,8 @@ def _share_unread_errors(world: World, jobs: Sequence[JobEngine]) -> None:
             failure = failures.get(job.name)
             if job.error is None and failure:
                 job.error = JobError(
-                    f"Job `{job.name}`: rank {rank} cannot read back what it logged: {failure}"
+                    f"Job `{job.name}`: rank {rank} cannot read back the metrics that it passed to "
+                    f"`job.log`: {failure}"
                 )
                 job.error.__cause__ = job.unread
 
@@ -796,5 +804,5 @@ def raise_first(errors: Sequence[Exception]) -> None:
         errors[0].add_note(f"Also: {other}")
     more = len(errors[MAX_ERRORS_SHOWN:])
     if more:
-        errors[0].add_note(f"And {more} more jobs failed: `runner.report` says why.")
+        errors[0].add_note(f"And {more} more failed. For their errors, see `runner.report`.")
     raise errors[0]

@@ -79,10 +79,10 @@ class SkippedSteps:
         if path is not None:
             raise JobError(
                 f"Job `{self._job}`: the last {self._in_a_row} steps were skipped, and `{path}` of "
-                "the state is not finite, so all further steps would be skipped too. A step that "
-                "did not exchange the value has left it there, as with gradients that are pending "
-                'or accumulated, and with local steps. Use `nonfinite="raise"` for such a job, and '
-                "resume from an earlier checkpoint."
+                "the state is not finite, so all further steps would be skipped too. The value "
+                "comes from a step that did not exchange it, which can happen with pending or "
+                'accumulated gradients and with local steps. Use `nonfinite="raise"` for such a '
+                "job, and resume from an earlier checkpoint."
             )
 
 

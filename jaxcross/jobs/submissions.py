@@ -55,11 +55,13 @@ class RegisteredFunctions:
             )
         if name in self._functions:
             raise ValueError(
-                f"`{name}` is registered already. A submission needs one function for each name."
+                f"A function is already registered as `{name}`. Register each function under a "
+                "different name."
             )
         if not callable(function):
             raise TypeError(
-                f"`{name}` must be a function `fn(job, **kwargs)`, not `{type(function).__name__}`"
+                f"`{name}` must be a function `fn(job, **kwargs)`, got a "
+                f"`{type(function).__name__}`"
             )
         self._functions[name] = function
 
@@ -75,29 +77,33 @@ class RegisteredFunctions:
             names = list(self._functions)  # a copy, because another thread may register a function
             known = quoted(names) or "nothing"
             raise ValueError(
-                f"Job `{job}`: no function is registered as `{name}`; there are: {known}."
+                f"Job `{job}`: no function is registered as `{name}`. Registered are {known}. Call "
+                "`runner.register` on every rank before the run."
             )
         try:
             text = json.dumps({"function": name, "job": job, "arguments": arguments})
             same = json.loads(text)["arguments"] == arguments
         except (TypeError, ValueError, RecursionError) as error:
             raise TypeError(
-                f"Job `{job}`: its arguments cannot be sent as JSON: {clause(str(error))}. Only "
-                "data may be submitted."
+                f"Job `{job}`: its arguments cannot be sent as JSON: {clause(str(error))}. Use "
+                "texts, finite numbers, booleans, None, lists, and dicts whose keys are texts."
             ) from None
         if not same:
             raise TypeError(
-                f"Job `{job}`: its arguments do not survive JSON: {arguments!r}. Use texts, finite "
-                "numbers, booleans, None, lists, and dicts whose keys are texts."
+                f"Job `{job}`: its arguments would change when they are sent as JSON: "
+                f"{arguments!r}. Use texts, finite numbers, booleans, None, lists, and dicts whose "
+                "keys are texts."
             )
         if _depth(arguments) > _DEEPEST:
             raise ValueError(
-                f"Job `{job}`: its arguments are nested deeper than {_DEEPEST} levels."
+                f"Job `{job}`: its arguments are nested deeper than {_DEEPEST} levels. Submit "
+                "flatter arguments."
             )
         size = len(text.encode())
         if size > MOST_BYTES:
             raise ValueError(
-                f"Job `{job}`: its submission has {size} bytes, more than {MOST_BYTES}."
+                f"Job `{job}`: its submission has {size} bytes, more than {MOST_BYTES}. Submit the "
+                "path of a file that every rank can read instead."
             )
         return text
 
@@ -114,8 +120,8 @@ class RegisteredFunctions:
 
         def lacking(_: Any, **__: Any) -> None:
             raise JobError(
-                f"rank {rank} has registered no `{name}`. Call `runner.register` alike on every "
-                "rank."
+                f"rank {rank} has not registered a function `{name}`. Register the same functions "
+                "with `runner.register` on every rank."
             )
 
         return job, self._functions.get(name, lacking), asked["arguments"]

@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None, *, measure: bool = False) -> int:
     options = parser.parse_args(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
-        parser.error("no command: write it after --.")
+        parser.error("no command was given. Write it after `--`, as `-- mpirun -n 2 ...`.")
     try:
         with Lab(
             options.hosts, None if options.rate == "none" else options.rate, options.latency

@@ -148,7 +148,10 @@ def _build(request: dict[str, Any]) -> Path:
     _do("mount", "-t", "proc", "proc", "/proc")
     folder = next((Path(name) for name in FOLDERS if Path(name).is_dir()), None)
     if folder is None:
-        raise OSError(f"none of {', '.join(FOLDERS)} exists to put a private file system on.")
+        raise OSError(
+            f"none of the folders {', '.join(FOLDERS)} exists, and the lab needs one to mount a "
+            "private file system on. Create one of them."
+        )
     _do("mount", "-t", "tmpfs", "-o", "mode=755", "jaxcross-lab", str(folder))
     socket.sethostname("head")
     names = [f"h{i}" for i in range(request["hosts"])]
@@ -199,7 +202,10 @@ def _host(name: str) -> int:
     os.close(notify)
     with os.fdopen(ready, "rb") as stream:
         if not stream.read(1):
-            raise OSError(f"host `{name}` could not be made.")
+            raise OSError(
+                f"host `{name}` could not be created. The kernel may limit the number of "
+                "namespaces: see `sysctl user.max_net_namespaces`."
+            )
     return pid
 
 
@@ -252,7 +258,10 @@ def _await(address: str, patience_s: float = 10.0) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise OSError(f"the host at {address} does not answer ({error}).") from error
+                raise OSError(
+                    f"the host at {address} did not answer within {patience_s:.0f} s ({error}). "
+                    "Try again, with less load on this machine."
+                ) from error
             time.sleep(0.05)
 
 

@@ -91,7 +91,8 @@ def receive(seconds: float, burst: int) -> None:
         skipped = 0
     if skipped in (0, arrived):
         raise SystemExit(
-            f"only {total} bytes came in {time.perf_counter() - begin:.0f} s: too few to time."
+            f"only {total} bytes arrived in {time.perf_counter() - begin:.0f} s, which is too few "
+            "to time."
         )
     connection.shutdown(socket.SHUT_WR)
     try:
@@ -99,7 +100,8 @@ def receive(seconds: float, burst: int) -> None:
             pass
     except TimeoutError:
         raise SystemExit(
-            f"{arrived - skipped} bytes were timed, but the other end then neither sent nor closed."
+            f"{arrived - skipped} bytes were timed, but then the sender neither sent more nor "
+            "closed the connection."
         ) from None
     print(8 * (arrived - skipped) / (end - start))
 

@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from jaxcross._link import LINK_VARIABLE
+from jaxcross.errors import clause
 from jaxcross.lab.transfer import START_S, measure_transfer
 
 HOLDER = Path(__file__).with_name("holder.py")
@@ -67,15 +68,15 @@ class Lab:
         burst_kb: int = 256,
     ) -> None:
         if not 1 <= hosts <= 200:
-            raise ValueError(f"a lab has 1 to 200 hosts, not `{hosts}`.")
+            raise ValueError(f"`hosts` of a lab must be from 1 to 200, got `{hosts}`.")
         if rate is not None:
             _check_rate(rate)
         if latency is not None and not re.fullmatch(r"\d+(\.\d+)?(us|ms|s)", latency):
             raise ValueError(f"`{latency}` is not a latency: write 200us, 1ms, ... as tc does.")
         if burst_kb < 64:
             raise ValueError(
-                "a link passes 64 kB at once, the kernel's largest packet, or more, not "
-                f"{burst_kb}."
+                "`burst_kb` must be at least 64, because the kernel's largest packet has 64 kB, "
+                f"got {burst_kb}."
             )
         self.hosts = hosts
         self.rate = rate
@@ -94,14 +95,15 @@ class Lab:
                 folder = Path(elsewhere).parent
                 raise OSError(
                     f"no lab on this machine: `{tool}` is in `{folder}`, which is not on the path. "
-                    "Add it."
+                    "Add it to `PATH`."
                 )
             raise OSError(
                 f"no lab on this machine: the command `{tool}` is missing. Install {package}."
             )
         if not sys.platform.startswith("linux"):
             raise OSError(
-                f"no lab on this machine: namespaces need Linux, this is `{sys.platform}`."
+                f"no lab on this machine: namespaces need Linux, but this is `{sys.platform}`. Use "
+                "a Linux machine."
             )
         request = {
             "hosts": self.hosts,
@@ -155,7 +157,7 @@ class Lab:
         assert holder is not None
         assert holder.stderr is not None
         lines = holder.stderr.read().strip().splitlines()
-        return lines[-1] if lines else "the process that holds the namespaces ended without a word."
+        return lines[-1] if lines else "the process that holds the namespaces ended unexpectedly."
 
     @property
     def _open(self) -> dict[str, Any]:
@@ -246,8 +248,8 @@ class Lab:
         _check_rate(rate)
         if self.rate is None:
             raise ValueError(
-                f"the links of this lab are unshaped and cannot become `{rate}`: give it a rate at "
-                "first."
+                f"the links of this lab are unshaped, so their rate cannot be changed to `{rate}`. "
+                "Create the lab with a rate, as `Lab(rate=...)`."
             )
         for host in range(self.hosts):
             tc = ["tc", "qdisc", "change", "dev"]
@@ -261,7 +263,8 @@ class Lab:
                 )
                 if done.returncode != 0:
                     raise OSError(
-                        f"the rate `{rate}` was refused for host `h{host}`: {done.stderr.strip()}"
+                        f"the rate `{rate}` was refused for host `h{host}`: "
+                        f"{clause(done.stderr.strip())}. Pass a rate that `tc` accepts."
                     )
         self.rate = rate
 
@@ -302,7 +305,7 @@ class Lab:
     def _check_host(self, host: int) -> None:
         if not 0 <= host < self.hosts:
             raise ValueError(
-                f"there is no host `{host}`: this lab has {self.hosts}, counted from 0."
+                f"there is no host `{host}`: this lab has the hosts 0 to {self.hosts - 1}."
             )
 
     def measure_rate(self, seconds: float = 1.0) -> tuple[float, float]:
@@ -319,7 +322,10 @@ class Lab:
             OSError: There is only one host, or the transfer failed.
         """
         if self.hosts < 2:
-            raise OSError("a rate is measured between two hosts, this lab has one.")
+            raise OSError(
+                "a rate is measured between two hosts, but this lab has only one. Create it with "
+                "`Lab(hosts=2)`."
+            )
         return self._transfer(0, 1, seconds), self._transfer(1, 0, seconds)
 
     def _transfer(self, source: int, target: int, seconds: float) -> float:
@@ -357,8 +363,8 @@ def _check_rate(rate: str) -> None:
         raise ValueError(f"`{rate}` is not a rate: write 500mbit, 1gbit, ... as tc does.")
     if not re.search("[1-9]", rate):
         raise ValueError(
-            f"a link needs a rate above 0, not `{rate}`; `Lab.set_link(host, up=False)` takes a "
-            "host off."
+            f"a link needs a rate above 0, not `{rate}`. To disconnect a host, call "
+            "`Lab.set_link(host, up=False)`."
         )
 
 

@@ -77,7 +77,8 @@ class JobCost:
         if self.profile.ranks != ranks:
             raise ValueError(
                 f"the profile of `{self.name}` was measured on {self.profile.ranks} ranks, and "
-                f"`ranks` is {ranks}: give that of a run on as many ranks, or numbers."
+                f"`ranks` is {ranks}. Pass the profile of a run on {ranks} ranks, or a `JobCost` "
+                "with numbers instead of a profile."
             )
         measured = sum(self.profile.graph.nbytes)
         needed = sum(
@@ -86,9 +87,10 @@ class JobCost:
         )
         if measured and not needed <= measured <= _MOST_BYTES * needed:
             raise ValueError(
-                f"the profile of `{self.name}` is of a step that exchanges "
-                f"{human_bytes(measured)}, and `params` has {human_bytes(needed)}: it is of "
-                "another step, or was not measured with the plain mean."
+                f"the step in the profile of `{self.name}` exchanges {human_bytes(measured)}, but "
+                f"`params` has {human_bytes(needed)}. So the profile is of a different step, or "
+                "it wasn't measured with the plain mean. Pass a profile of this step, measured "
+                "with the plain mean."
             )
 
 
@@ -182,7 +184,10 @@ def choose_compression(
         )
     if not target > 0 or any(not (j.compute_s > 0 and j.exchange_s >= 0) for j in jobs):
         times = ", ".join(f"{j.name} {j.compute_s} s + {j.exchange_s} s" for j in jobs)
-        raise ValueError(f"`target` ({target}) and all times must be positive: {times}.")
+        raise ValueError(
+            "`target` and the `compute_s` of each job must be positive, and `exchange_s` must not "
+            f"be negative, got `target` {target} and `compute_s` + `exchange_s`: {times}."
+        )
     axis = collectives.one_axis(axes, "`choose_compression`")
     ranks = whole_number(ranks, "ranks", "`choose_compression`")
     for job in jobs:

@@ -212,23 +212,26 @@ def _check(prediction: Prediction, run: Report) -> None:
     there = [job.name for job in run.jobs]
     if sorted(predicted) != sorted(there):
         raise ValueError(
-            f"the prediction is of the jobs {', '.join(predicted)}, the run of {', '.join(there)}"
+            f"the prediction is of the jobs {', '.join(predicted)}, but the run had the jobs "
+            f"{', '.join(there)}. Pass `predict` the profiles of the run's jobs."
         )
     if run.policy and run.policy != prediction.policy.name:
         raise ValueError(
-            f"the prediction is for the policy {prediction.policy.name}, the run had {run.policy}"
+            f"the prediction is for the policy {prediction.policy.name}, but the run had "
+            f"{run.policy}. Pass `predict` the policy of the run."
         )
     for profile in prediction.profiles:
         program = next(job.program for job in run.jobs if job.name == profile.name)
         if program is not None and program["graph"] != profile.graph.as_data():
             raise ValueError(
-                f"`{profile.name}` ran in other segments than those of its profile: it was cut "
-                "otherwise"
+                f"`{profile.name}` ran in different segments than in its profile, because its step "
+                "was cut differently. Pass `predict` a profile with the cut of the run."
             )
     for what, rounds in (("prediction", prediction.rounds), ("run", run.rounds)):
         if rounds.period_s is None:
             raise ValueError(
-                f"the {what} has no round: its jobs were never in steady state together"
+                f"the {what} has no round, because its jobs were never in steady state together. "
+                f"Repeat the {what} with more steps per job."
             )
 
 

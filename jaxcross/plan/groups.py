@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 
@@ -68,8 +68,10 @@ class Load:
             or not self.steps
         ):
             raise ValueError(
-                f"the numbers of job `{self.name}` must be finite and not negative, `ranks` and "
-                "`steps` positive"
+                f"`compute_s` and `exchange_s` of job `{self.name}` must be finite and not "
+                "negative, `ranks` at least 1, and `steps` finite and positive, got "
+                f"{self.compute_s!r:.30}, {self.exchange_s!r:.30}, {self.ranks!r:.30} and "
+                f"{self.steps!r:.30}"
             )
 
 
@@ -115,8 +117,11 @@ def group(loads: Sequence[Load], *, most: int = 4, memory: int | str | None = No
             memory alone, or `memory` isn't a number of bytes.
     """
     limit = memory_limit(memory)
-    if not loads or len({load.name for load in loads}) < len(loads):
-        raise ValueError("jobs to group need a name each, and at least one job")
+    if not loads:
+        raise ValueError("`loads` is empty: pass the load of at least one job")
+    twice = [name for name, count in Counter(load.name for load in loads).items() if count > 1]
+    if twice:
+        raise ValueError(f"two jobs have the name `{twice[0]}`. Give each job a different name.")
     if most < 1:
         raise ValueError(f"a group has at least 1 job, got `most={most}`")
     if limit is not None:
@@ -124,8 +129,8 @@ def group(loads: Sequence[Load], *, most: int = 4, memory: int | str | None = No
             alone = needed_bytes([load.memory])
             if alone > limit:
                 raise ValueError(
-                    f"job `{load.name}` needs {alone} bytes alone, and a rank has {limit}: give it "
-                    "more ranks, a smaller batch or a device with more memory"
+                    f"job `{load.name}` needs {alone} bytes alone, and a rank has {limit}. Give it "
+                    "more ranks, a smaller batch, or a device with more memory."
                 )
     of_ranks: dict[int, list[Load]] = defaultdict(list)
     for load in loads:

@@ -58,7 +58,7 @@ def read_jobs(path: Path, *, profiles: Path | None = None) -> JobsFile:
             or not 0 < len(rows) <= MAX_JOBS
             or not all(isinstance(r, dict) for r in rows)
         ):
-            raise ValueError(f"it has no jobs: each is a table `[[job]]`, 1 to {MAX_JOBS} of them")
+            raise ValueError(f"the file must have 1 to {MAX_JOBS} jobs, each in a table `[[job]]`")
         script = data.get("script", "")
         if not isinstance(script, str):
             raise ValueError(f"`script` must be the path of a script, got {script!r:.60}")
@@ -109,7 +109,7 @@ def _named(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
                 f"{name!r:.60}"
             )
         if name in named:
-            raise ValueError(f"two jobs have the name `{name}`")
+            raise ValueError(f"two jobs have the name `{name}`. Give each job a different name")
         _check_keys(row, _JOB, f"job `{name}`")
         files = row.get("profile")
         files = [files] if isinstance(files, str) else files
@@ -119,7 +119,8 @@ def _named(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             or not all(isinstance(file, str) and file for file in files)
         ):
             raise ValueError(
-                f"`profile` of job `{name}` must be a file, or a list of files for several cuts"
+                f"`profile` of job `{name}` must be a file, or a list of files for several cuts, "
+                f"got {row.get('profile')!r:.60}"
             )
         ranks = row.get("ranks", 1)
         if type(ranks) is not int or not 1 <= ranks <= 10_000_000:
@@ -138,7 +139,8 @@ def _steps(named: Mapping[str, Mapping[str, Any]]) -> dict[str, float] | None:
     if steps and len(steps) < len(named):
         missing = next(name for name in named if name not in steps)
         raise ValueError(
-            f"job `{missing}` has no `steps`, others have: give them to all jobs or to none"
+            f"job `{missing}` has no `steps`, but other jobs have. Give `steps` to all jobs, or "
+            "to none"
         )
     return {name: float(count) for name, count in steps.items()} or None
 
@@ -149,7 +151,7 @@ def _profile(place: Path, name: str) -> Profile:
     except OSError as error:
         reason = clause(error.strerror or str(error))
         raise ValueError(
-            f"the profile `{place}` of job `{name}` cannot be read: {reason}. Write it by "
+            f"the profile `{place}` of job `{name}` cannot be read: {reason}. Write it with "
             f"`jaxcross plan --profile-of REPORT {name} {place}`."
         ) from error
 
@@ -158,5 +160,6 @@ def _check_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
     unknown = sorted(table.keys() - known)
     if unknown:
         raise ValueError(
-            f"{where} has the unknown key `{unknown[0]:.60}`; known are {', '.join(sorted(known))}"
+            f"{where} has the unknown key `{unknown[0]:.60}`. The known keys are "
+            f"{', '.join(sorted(known))}"
         )

@@ -35,7 +35,8 @@ class MachineContention:
         rates = [rate for rate, _ in self.measured]
         if not rates or any(low >= high for low, high in pairwise(rates)) or rates[0] <= 0:
             raise ValueError(
-                f"contention is measured at one or more rates in ascending order, got {rates}"
+                "contention must be measured at one or more rates above 0 Mbit/s, in ascending "
+                f"order, got {rates}"
             )
 
     def at(self, mbps: float) -> Contention:
@@ -88,13 +89,17 @@ class MachineContention:
             ValueError: `points` is something else.
         """
         if not isinstance(points, list):
-            raise ValueError("contention is a list of points")
+            raise ValueError(
+                "contention must be a list of points, as `jaxcross contention` writes it, got "
+                f"{points!r:.60}"
+            )
         found = _schema.record(points, list[dict[str, float]])
         keys = {"mbps", "compute", "exchange"}
         for point in found:
             if point.keys() != keys:
                 raise ValueError(
-                    f"a point of a contention has the numbers {sorted(keys)}, got {point}"
+                    f"each point of a contention must have exactly the numbers {sorted(keys)}, got "
+                    f"{point}"
                 )
         return cls(measured=tuple((point.pop("mbps"), Contention(**point)) for point in found))
 

@@ -26,6 +26,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from jaxcross._arguments import check_type
+from jaxcross.errors import quoted, shortened
 from jaxcross.interleave import Contention
 from jaxcross.jobs import JobMemory, memory_limit, needed_bytes
 from jaxcross.plan.groups import Load, group
@@ -137,16 +138,18 @@ def by_job(profiles: Iterable[Profile]) -> dict[str, Cuts]:
         pieces = max(len(profile.graph.collectives), 1)
         if pieces in cuts:
             raise ValueError(
-                f"two profiles of `{profile.name}` are of a step in {pieces} "
-                f"piece{'s' * (pieces > 1)}: give one of each cut, and each job a name of its own"
+                f"two profiles of `{profile.name}` have the same cut (`cut={pieces}`). Pass one "
+                "profile per cut; if they're of different jobs, give each job a different name."
             )
         cuts[pieces] = profile
-        if len({each.ranks for each in cuts.values()}) > 1:
+        ranks = sorted({each.ranks for each in cuts.values()})
+        if len(ranks) > 1:
             raise ValueError(
-                f"the profiles of `{profile.name}` were measured on different numbers of ranks"
+                f"the profiles of `{profile.name}` were measured on different numbers of ranks: "
+                f"{', '.join(map(str, ranks))}. Pass profiles from runs on the same number."
             )
     if not several:
-        raise ValueError("a plan needs the profile of at least one job")
+        raise ValueError("`profiles` is empty: pass the profile of at least one job")
     return {
         name: cuts_of(*cuts.values()) if len(cuts) == 1 else cuts for name, cuts in several.items()
     }
@@ -172,16 +175,19 @@ def predict_group(
             lengths differ too much for a prediction.
     """
     jobs = by_job(profiles)
-    missing = [job.name for job in planned.jobs if job.pieces not in jobs.get(job.name, ())]
+    missing = [job for job in planned.jobs if job.pieces not in jobs.get(job.name, ())]
     if missing:
-        raise ValueError(f"there is no profile of `{missing[0]}` in the pieces that are planned")
+        raise ValueError(
+            f"there is no profile of `{missing[0].name}` with the planned cut "
+            f"(`cut={missing[0].pieces}`). Pass the profiles that the plan was made from."
+        )
     cuts = [jobs[job.name][job.pieces] for job in planned.jobs]
     for job, cut in zip(planned.jobs, cuts, strict=True):
         if cut.ranks != planned.ranks:
             raise ValueError(
-                f"the group of `{job.name}` is planned for {planned.ranks} ranks, and the profile "
-                f"was measured on {cut.ranks}: plan with this profile, or give that of a run on "
-                f"{planned.ranks}"
+                f"the group of `{job.name}` is planned for {planned.ranks} ranks, but the job's "
+                f"profile was measured on {cut.ranks}. Make a plan from this profile, or pass the "
+                f"profile of a run on {planned.ranks} ranks."
             )
     return predict(
         cuts,
@@ -198,9 +204,9 @@ def _steps_of(jobs: Sequence[PlannedJob]) -> list[int]:
     shortest = min(jobs, key=lambda job: job.step_s)
     if not ROUNDS * sum(longest.step_s / job.step_s for job in jobs) <= MOST_STEPS:
         raise ValueError(
-            f"a step of `{longest.name}` takes {longest.step_s:.3g} s, one of `{shortest.name}` "
-            f"{shortest.step_s:.3g} s: too unlike for a prediction, which would have more than "
-            f"{MOST_STEPS} steps"
+            f"Jobs `{longest.name}` and `{shortest.name}`: their step times differ too much for a "
+            f"prediction ({longest.step_s:.3g} s and {shortest.step_s:.3g} s), which would have "
+            f"more than {MOST_STEPS} steps. Plan these jobs in different groups."
         )
     return [max(2, math.ceil(ROUNDS * longest.step_s / job.step_s)) for job in jobs]
 
@@ -208,8 +214,10 @@ def _steps_of(jobs: Sequence[PlannedJob]) -> list[int]:
 def _loads(jobs: Mapping[str, Cuts], steps: Mapping[str, float] | None) -> list[Load]:
     if steps is not None and steps.keys() != jobs.keys():
         (name, *_) = sorted(steps.keys() ^ jobs.keys())
+        wrong = f"job `{name}` is missing" if name in jobs else f"there is no profile of `{name}`"
         raise ValueError(
-            f"`steps` must name each job and no other: `{name}` is in one of both only"
+            f"`steps` must have one entry for each job, and no others, but {wrong}. The jobs are "
+            f"{shortened(quoted(jobs), 300)}."
         )
     loads = []
     for name, cuts in jobs.items():
@@ -218,7 +226,10 @@ def _loads(jobs: Mapping[str, Cuts], steps: Mapping[str, float] | None) -> list[
         # measured, which is usually the whole step.
         alone_s = whole.compute_s + whole.exchange_s + whole.host_s
         if not alone_s > 0:
-            raise ValueError(f"a step of `{name}` takes no time: a plan needs what it costs")
+            raise ValueError(
+                f"a step of `{name}` takes no time in its profile, so it can't be planned. Pass a "
+                "measured profile, or one with times above 0."
+            )
         loads.append(
             Load(
                 name=name,

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxcross import _schema
+from jaxcross.errors import quoted, shortened
 from jaxcross.interleave import Policy, RoundRobin, Weighted
 from jaxcross.report import LOST_TIME, as_html, plural, printed_text, seconds
 
@@ -61,15 +62,20 @@ class PlannedJob:
     def __post_init__(self) -> None:
         if not 0 < len(self.name) <= MAX_NAME or not self.name.isprintable():
             raise ValueError(
-                f"the name of a job has 1 to {MAX_NAME} printable characters, got {self.name!r:.60}"
+                f"the name of a job must be 1 to {MAX_NAME} printable characters, got "
+                f"{self.name!r:.60}"
             )
         positive = (self.pieces, self.share, self.alone_s, self.step_s)
         if not all(0 < number < math.inf for number in positive) or self.pieces > _schema.MOST:
             raise ValueError(
-                f"`pieces`, `share` and the seconds of a step of `{self.name}` must be positive"
+                f"`pieces`, `share`, `alone_s` and `step_s` of job `{self.name}` must be positive, "
+                f"finite and below 2**63, got {', '.join(f'{each!r:.30}' for each in positive)}"
             )
         if not all(0 <= number < math.inf for number in (self.compute_s, self.exchange_s)):
-            raise ValueError(f"the seconds of `{self.name}` must be finite and not negative")
+            raise ValueError(
+                f"`compute_s` and `exchange_s` of job `{self.name}` must be finite and not "
+                f"negative, got {self.compute_s!r:.30} and {self.exchange_s!r:.30}"
+            )
 
     @property
     def speed(self) -> float:
@@ -108,7 +114,9 @@ class PlannedGroup:
         turns = get_args(Turns)
         if not self.jobs or not 1 <= self.ranks <= _schema.MOST or self.turns not in turns:
             raise ValueError(
-                f"a group has jobs, at least 1 rank, and turns of {' or '.join(turns)}"
+                "a group must have at least 1 job, at least 1 rank, and `turns` "
+                f"{' or '.join(turns)}, got {len(self.jobs)} jobs, {self.ranks!r:.30} ranks and "
+                f"`turns` {self.turns!r:.30}"
             )
         numbers = (
             self.period_s or 0,
@@ -122,7 +130,10 @@ class PlannedGroup:
             or not self.lost_s.keys() <= LOST_TIME.keys()
         ):
             raise ValueError(
-                f"the times and bytes of the group of `{self.jobs[0].name}` are out of range"
+                "`period_s`, `bound_s`, `memory_bytes` and `lost_s` of the group of "
+                f"`{self.jobs[0].name}` must be finite and not negative, and the causes in "
+                f"`lost_s` must be among {', '.join(LOST_TIME)}, got {self.period_s!r:.30}, "
+                f"{self.bound_s!r:.30}, {self.memory_bytes!r:.30} and {dict(self.lost_s)!r:.200}"
             )
 
     @property
@@ -167,9 +178,14 @@ class Plan:
         names = Counter(job.name for group in self.groups for job in group.jobs)
         twice = [name for name, count in names.items() if count > 1]
         if twice:
-            raise ValueError(f"two jobs of the plan have the name `{twice[0]}`")
+            raise ValueError(
+                f"two jobs of the plan have the name `{twice[0]}`. Give each job a different name"
+            )
         if self.memory_bytes is not None and not 0 <= self.memory_bytes <= _schema.MOST:
-            raise ValueError("`memory_bytes` of the plan is out of range")
+            raise ValueError(
+                "`memory_bytes` of the plan must be from 0 to 2**63 - 1, got "
+                f"{self.memory_bytes!r:.30}"
+            )
 
     @property
     def ranks(self) -> int:
@@ -192,7 +208,8 @@ class Plan:
         for group in self.groups:
             if any(each.name == job for each in group.jobs):
                 return group
-        raise ValueError(f"the plan has no job `{job}`")
+        names = quoted(each.name for group in self.groups for each in group.jobs)
+        raise ValueError(f"the plan has no job `{job}`. Its jobs are {shortened(names, 300)}.")
 
     def as_data(self) -> dict[str, Any]:
         """Returns the plan as plain data, in the format of its file."""

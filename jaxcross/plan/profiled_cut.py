@@ -63,6 +63,9 @@ def profiles_of_step(profiles: Profiles) -> tuple[Profile, ...]:
         )
     names = {profile.name for profile in found}
     if len(names) > 1:
-        raise ValueError(f"profiles of one step have one name, got {quoted(sorted(names))}")
+        raise ValueError(
+            "all `profiles` must be of the same step and have the same name, got "
+            f"{quoted(sorted(names))}"
+        )
     by_job(found)
     return tuple(found)

@@ -133,7 +133,10 @@ def choose_rates(
     limit = memory_limit(memory)
     check_vote_s(vote_s)
     if not jobs or not all(jobs):
-        raise ValueError("rates are chosen for at least one job, each with a profile")
+        raise ValueError(
+            "`jobs` must have at least one job, and at least one profile per job, got "
+            f"{len(jobs)} jobs with {[len(cuts) for cuts in jobs]!s:.60} profiles"
+        )
     if limit is not None:  # a finer cut may need more memory
         jobs = [_fitting(cuts, limit) for cuts in jobs]
     group = _Group.of(jobs, contention, 1 / len(jobs) if floor is None else floor, limit, vote_s)
@@ -399,7 +402,8 @@ def fastest_alone(cuts: Cuts, contention: Contention | None, vote_s: float) -> t
         whole_s = profile.compute_s + profile.exchange_s + profile.host_s
         if not whole_s > 0:
             raise ValueError(
-                f"a step of `{profile.name}` takes no time: a plan needs what it costs"
+                f"a step of `{profile.name}` takes no time in its profile, so it can't be planned. "
+                "Pass a measured profile, or one with times above 0."
             )
         until_s = 4.5 * (whole_s + 2 * vote_s) * (contention.compute if contention else 1.0)
         (rate,) = step_rates(

@@ -35,6 +35,7 @@ from numbers import Real
 from pathlib import Path
 
 from jaxcross._arguments import check_type
+from jaxcross.errors import quoted, shortened
 from jaxcross.interleave import (
     DEFAULT_DEPTH,
     Call,
@@ -300,15 +301,16 @@ def check_vote_s(vote_s: float) -> None:
 def _check_jobs(profiles: Sequence[Profile], policy: Policy | None, vote_s: float) -> None:
     check_vote_s(vote_s)
     if not profiles:
-        raise ValueError("a prediction needs the profile of at least one job")
+        raise ValueError("`profiles` is empty: pass the profile of at least one job")
     twice = [
         name for name, count in Counter(profile.name for profile in profiles).items() if count > 1
     ]
     if twice:
-        raise ValueError(f"two jobs have the name `{twice[0]}`")
+        raise ValueError(f"two jobs have the name `{twice[0]}`. Give each job a different name.")
     if isinstance(policy, Weighted) and len(policy.shares) != len(profiles):
         raise ValueError(
-            f"`Weighted` has {len(policy.shares)} shares, there are {len(profiles)} jobs"
+            f"`Weighted` has {len(policy.shares)} shares, but there are {len(profiles)} jobs. Give "
+            "it one share per job."
         )
 
 
@@ -322,10 +324,14 @@ def _checked(
     _check_jobs(profiles, policy, vote_s)
     made = tuple(steps) if isinstance(steps, Sequence) else tuple(_equally_long(profiles, steps))
     if len(made) != len(profiles) or min(made) < 2:
-        raise ValueError(f"each of the {len(profiles)} jobs makes at least 2 steps, got {steps}")
+        raise ValueError(
+            f"`steps` must give each of the {len(profiles)} jobs at least 2 steps, got {steps}"
+        )
     if sum(made) > MAX_STEPS:
         raise ValueError(
-            f"the jobs are too unlike: {sum(made)} steps of all together, at most {MAX_STEPS}"
+            f"Jobs {shortened(quoted(profile.name for profile in profiles), 300)}: predicting them "
+            f"takes {sum(made)} steps, and at most {MAX_STEPS} are supported. Pass fewer `steps`. "
+            "If the jobs' step times differ a lot, predict fewer of them together."
         )
     return made
 

@@ -231,9 +231,9 @@ def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
     if not ends_on_zeros(exchange, flat.present):
         raise CutError(
             "a `while` loop alongside an exchange inside `cond` cannot be cut at "
-            f"{compat.source_of(exchange)}: the host cannot know the predicate, and the loop might "
-            "not end if its branch is not taken. Use `lax.scan`, or a predicate made of "
-            "counters alone. "
+            f"{compat.source_of(exchange)}: the host cannot know the predicate in advance, so a "
+            "rank that does not take the branch runs it on zeros, and the loop might then never "
+            "end. Use `lax.scan`, or a predicate that depends on counters alone. "
             "See docs/reference/limits.md#conditionals."
         )
     # Callbacks inside a `while` loop are fine, because the check above has made sure that ranks
@@ -241,10 +241,10 @@ def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
     # the vote ends the loop before the first iteration and nothing gets called.
     if exchange.primitive.name != "while" and _acts(flat, exchange):
         raise CutError(
-            "an exchange and a callback inside one loop inside `cond` cannot be cut at "
-            f"{compat.source_of(exchange)}: the loop runs on zeros if its branch is not taken, "
-            "and would call back. Move the callback out of the loop, or use a predicate made of "
-            "counters alone. "
+            "an exchange and a callback in the same loop inside `cond` cannot be cut at "
+            f"{compat.source_of(exchange)}: a rank that does not take the branch runs the loop on "
+            "zeros, which would make the callback. Move the callback out of the loop, or use a "
+            "predicate that depends on counters alone. "
             "See docs/reference/limits.md#conditionals."
         )
 

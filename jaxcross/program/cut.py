@@ -98,8 +98,9 @@ def cut(traced: Traced, cut: Cut = "whole", *, bucket_bytes: int = BUCKET_BYTES)
     """
     if traced.undecided is not None:
         raise CutError(
-            "the host decides a conditional at each step: cut one of its "
-            f"{traced.undecided.branches} branches, as in `step.trace(...).decide(0).cut()`"
+            f"`{traced.name}` contains a conditional that the host decides in each step, so it "
+            f"cannot be cut before one of the conditional's {traced.undecided.branches} branches "
+            "is chosen. Choose one, as in `step.trace(...).decide(0).cut()`."
         )
     n_segments = checked_cut(cut)
     limit = checked_bytes(bucket_bytes)
@@ -152,7 +153,8 @@ def checked_cut(value: Any) -> Cut:
         return value
     if not is_whole(value) or value < 1:
         raise ValueError(
-            f'cut must be "whole", "auto" or a positive number of exchange segments, not {value!r}'
+            '`cut` must be "whole", "auto" or a positive number of exchange segments, got '
+            f"{value!r}."
         )
     return int(value)
 
@@ -161,8 +163,8 @@ def checked_bytes(value: Any) -> int:
     """Returns `value` as `bucket_bytes`; raises `ValueError` if it isn't a number of bytes."""
     if not is_whole(value) or value < 0:
         raise ValueError(
-            f"`bucket_bytes` is `{value!r}`: it counts bytes and must be a whole number from 0 on; "
-            "at 0 no exchanges share buffers."
+            "`bucket_bytes` must be a whole number of bytes, or 0 if exchanges should not share "
+            f"buffers, got `{value!r}`."
         )
     return int(value)
 

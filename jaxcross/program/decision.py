@@ -53,8 +53,8 @@ class BranchDecision:
             return None
         return (
             f"ranks decided the conditional at {self.source} differently. Of those that exchange "
-            f"in it over {quoted(self.axes)}, {', and '.join(taken)}. They "
-            "would average zeros of those that take no part, and drift apart. Decide by a value "
+            f"in it over {quoted(self.axes)}, {', and '.join(taken)}. They would "
+            "average in zeros from ranks that do not take part, and drift apart. Decide by a value "
             "that all of them share, e.g. `lax.pmax(flag, axis)`. `optax.apply_if_finite`, and "
             "`optax.MultiSteps` with a function that skips, look at a rank's own gradients, so "
             "exchange the gradients before them rather than inside."

@@ -342,7 +342,8 @@ class Execution:
         if what is not None and not self._compiled.runnables[index].is_single_rank:
             raise ExchangeError(
                 f"segment {index} of `{program.name}` exchanges inside a `{what}`, and this rank "
-                "has failed before it: it cannot know how often the others will exchange."
+                "has failed before it, so it cannot know how often the others will exchange. Look "
+                "for the rank's earlier error."
             )
         # The unit of mpi4jax calls also contains the computation between them, possibly in loops
         # that would never end on zeros. So a failed rank makes the calls but skips the computation.
@@ -429,8 +430,8 @@ def _invalid_value(program: Program, segment: Segment, error: Exception) -> str:
     kind = error.args[-1] if error.args else "nan"
     what = "+".join(dict.fromkeys(x.op for x in segment.exchanges)) or "computation"
     return (
-        f"segment {segment.index} of `{program.name}` ({what}) made an invalid value ({kind}) on "
-        "this rank. To find the operation, call the undecorated step under `jax.vmap(..., "
+        f"segment {segment.index} of `{program.name}` ({what}) computed an invalid value ({kind}) "
+        "on this rank. To find the operation, call the undecorated step under `jax.vmap(..., "
         "axis_name=...)` with the same setting."
     )
 

@@ -66,8 +66,8 @@ class Flattener(Emitter):
         if any(isinstance(a.aval, AbstractRef) for a in (*args, *eqn.outvars)):
             raise CutError(
                 f"`{name}` on a mutable array cannot be cut at {compat.source_of(eqn)}: the "
-                "segments of a step pass on values. Use `jax.new_ref` inside a `jax.jit` without "
-                "exchanges, or inside a loop. "
+                "segments of a step can pass values to each other, but no mutable arrays. Use "
+                "`jax.new_ref` inside a `jax.jit` without exchanges, or inside a loop. "
                 "See docs/reference/limits.md#the-step."
             )
         if name in _NO_OPS:

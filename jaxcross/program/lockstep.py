@@ -567,10 +567,11 @@ def _callback_if_active(eqn: Equation, values: list[Array], role: Role) -> Seque
     """Traces a callback that only happens if this rank's results are kept."""
     if list(compat.sub_jaxprs(eqn)) or not all(isinstance(v, compat.DropVar) for v in eqn.outvars):
         raise CutError(
-            f"a callback that returns values cannot be made at {compat.source_of(eqn)}: it is "
-            "in a loop that exchanges and may make a different number of iterations on each rank, "
-            "so a rank that has finished would call back. Move the callback out of the loop, or "
-            "let all ranks make the same number of iterations, e.g. by `jax.lax.pmax(n, axis)`. "
+            f"a callback that returns values is not supported at {compat.source_of(eqn)}: it is "
+            "in a loop that exchanges and may make a different number of iterations on each rank. "
+            "A rank that has finished still runs the loop with the others, and would call back. "
+            "Move the callback out of the loop, or let all ranks make the same number of "
+            "iterations, e.g. by `jax.lax.pmax(n, axis)`. "
             "See docs/reference/limits.md#loops."
         )
     zeros = lambda *_: [lax.full(t.shape, 0, t.dtype) for t in map(compat.array_type, eqn.outvars)]  # noqa: E731

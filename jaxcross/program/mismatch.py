@@ -16,7 +16,7 @@ _UNTIL = re.compile(r" until='\w+'")
 # rank can only tell from its own calls whether the program does so. A rank without any calls would
 # conclude that it doesn't, and wouldn't take part.
 BARRIER_REMEDY = (
-    "a rank without calls needs one to take part: `mpi4jax.barrier(comm=MPI.COMM_SELF)`"
+    "a rank without calls must make one to take part: `mpi4jax.barrier(comm=MPI.COMM_SELF)`"
 )
 _WIDTH = re.compile(r"\b(u?int|float|complex)(32|64|128)\b")
 
@@ -33,7 +33,7 @@ def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
     """
     other = next((rank for rank, text in enumerate(signatures) if text != signatures[0]), None)
     if other is None:
-        raise ValueError("the signatures are equal")
+        raise ValueError(f"The ranks' signatures of `{name}` are equal, so no error is needed.")
     first, second = (
         [line for line in signatures[r].splitlines() if not line.startswith(LAYOUT)]
         for r in (0, other)
@@ -47,7 +47,7 @@ def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
         for r in (0, other)
     ]
     divided = (
-        " into segments differently, by number in each:\n    rank 0: "
+        " into segments differently. The numbers of exchanges in each segment are\n    rank 0: "
         f"{layouts[0].removeprefix(LAYOUT)}\n    rank {other}: "
         f"{layouts[1].removeprefix(LAYOUT)}\nAll ranks must give `crossover` the same `cut` and "
         "`bucket_bytes`, and must all have an accelerator or all have none."
@@ -57,10 +57,10 @@ def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
     if _UNTIL.sub("", mine) == _UNTIL.sub("", theirs):
         return (
             f"ranks 0 and {other} make different numbers of iterations of a loop in `{name}`, or "
-            "decide a conditional in it differently: it depends only on numbers in the code, and "
-            f"these differ. Exchange {number} is\n    rank 0: {mine}\n    rank {other}: {theirs}\n"
-            "Pass a rank's own number to the step as an argument: ranks then agree before each "
-            "iteration."
+            "decide a conditional in it differently, because it only depends on numbers in the "
+            f"code, which differ. Exchange {number} is\n    rank 0: {mine}\n    rank {other}: "
+            f"{theirs}\nIf the numbers are supposed to differ, pass them to the step as an "
+            "argument, so that ranks agree before each iteration."
         )
     if _WIDTH.sub(r"\1", mine) == _WIDTH.sub(r"\1", theirs):
         return (

@@ -190,7 +190,8 @@ class _Simulation:
         for (_, source, dest), messages in self.mail.items():
             if messages and not self.blocked():
                 raise _MisfitError(
-                    f"rank {source} {_text(messages[0])}, but rank {dest} does not receive it."
+                    f"rank {source} calls {_text(messages[0])}, but rank {dest} does not receive "
+                    "this message. Add the receive, or leave out the send."
                 )
 
     def blocked(self) -> list[int]:
@@ -252,10 +253,10 @@ class _Simulation:
             assert first is not None and other is not None
             if _shared(other, rank) != _shared(first, ranks[0]):
                 raise _MisfitError(
-                    f"in the same place\n    rank {ranks[0]} makes {_text(first)}\n    rank {rank} "
-                    f"makes {_text(other)}\nAll members of a communicator must make the same "
-                    "collective calls, with the same numbers of elements, types, operators and "
-                    "roots."
+                    "these collective calls match up, but differ:\n    rank "
+                    f"{ranks[0]} makes {_text(first)}\n    rank {rank} makes {_text(other)}\nAll "
+                    "members of a communicator must make the same collective calls, with the same "
+                    "numbers of elements, types, operators and roots."
                 )
         for rank in ranks:
             self.at[rank] += 1
@@ -291,7 +292,8 @@ def _check_message(rank: int, call: Exchange, source: int, message: Exchange) ->
     shape = params.get("recv_shape", call.shape)
     if (message.dtype, message.count) != (dtype, math.prod(shape)):
         raise _MisfitError(
-            f"in one message\n    rank {source} {_text(message)}\n    rank {rank} {_text(call)}\n"
+            f"a message is not what its receiver expects:\n    rank {source} calls "
+            f"{_text(message)}\n    rank {rank} calls {_text(call)}\n"
             "The message must have as many elements as the receiver expects, of the same type."
         )
 
@@ -302,8 +304,8 @@ def _member(call: Exchange, rank: int, end: str) -> int:
     number = params[end]
     if not 0 <= number < len(ranks):
         raise _MisfitError(
-            f"rank {rank} {_text(call)}, but that communicator has ranks 0 to {len(ranks) - 1} "
-            "only."
+            f"rank {rank} calls {_text(call)}, but `{end}` must be a rank of the communicator, 0 "
+            f"to {len(ranks) - 1}, got {number}."
         )
     return ranks[number]
 

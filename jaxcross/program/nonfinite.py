@@ -98,10 +98,11 @@ def refuse_to_skip(program: Program) -> None:
     if program.exchanges:
         raise CutError(
             f"`{program.name}` cannot skip a step: none of its results has the structure, shapes "
-            "and types of its first argument, and it donates none. With "
-            '`nonfinite="skip"` the first function with exchanges that a job calls is its step: '
-            "pass the positions of its state as `donate_argnums`, and return the new state. "
-            "Evaluate after the first step. "
+            "and types of its first argument, and it donates no argument, so it is not known which "
+            "argument is its state. Pass the positions of its state as `donate_argnums`, and "
+            "return the new state. If this is an evaluation, call it after the first step, because "
+            'with `nonfinite="skip"`, the first function with exchanges that a job calls counts as '
+            "its step. "
             "See docs/howto/nonfinite.md#what-skip-needs."
         )
 

@@ -122,15 +122,15 @@ def _spec_of_each(specs: Specs, name: str) -> dict[int, Any]:
         if n is None:
             if any(axes is not None for axes in spec):
                 raise CutError(
-                    f"the `shard_map` of `{name}` splits by {spec} an array that is not an "
-                    "argument of the step: a rank would split its own copy of it again. Pass it to "
-                    "the step, its own shard on each rank, or give it the spec P()."
+                    f"the `shard_map` of `{name}` has the spec {spec} for an array that is not an "
+                    "argument of the step, so each rank would split its own copy again. Pass each "
+                    "rank's shard to the step as an argument, or give the array the spec P()."
                 )
         elif _plain(found.setdefault(n, spec)) != _plain(spec):
             raise CutError(
-                f"the `shard_map` of `{name}` takes one argument of the step twice, split by "
-                f"{found[n]} and by {spec}, but a rank has one shard of it. Pass it to the step "
-                "once for each."
+                f"the `shard_map` of `{name}` takes the same argument of the step twice, with the "
+                f"specs {found[n]} and {spec}, but a rank only has one shard of it. Pass it to the "
+                "step as two arguments, one for each spec."
             )
     return found
 
@@ -191,9 +191,9 @@ def check_nothing_else(jaxpr: compat.Jaxpr, name: str) -> None:
         else:
             raise CutError(
                 f"`{name}` computes `{eqn.primitive.name}` outside of its `shard_map`, at "
-                f"{compat.source_of(eqn)}: there JAX means global arrays, and a rank has its own "
-                "shards alone. Make the whole step one `shard_map`, with nothing before or after "
-                "it. "
+                f"{compat.source_of(eqn)}: outside of it, JAX assumes global arrays, but a rank "
+                "only has its own shards. Make the whole step one `shard_map`, with nothing before "
+                "or after it. "
                 "See docs/howto/tensor-parallelism.md#run-a-shard_map-step."
             )
 

@@ -52,7 +52,8 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
     """
     if program.traced is None:
         raise ValueError(
-            f"program `{program.name}` was read from text and has no equations to compile"
+            f"Program `{program.name}` cannot be compiled, because it was parsed from text and has "
+            "no equations. Compile a program that was cut from a traced step."
         )
     host = host_device or jax.local_devices(backend="cpu")[0]
     runnables = compile_segments(

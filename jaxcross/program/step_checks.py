@@ -28,7 +28,7 @@ from jaxcross._pytree import PyTree, buffer_of
 from jaxcross.errors import CutError
 
 _PMAP = (
-    "`jax.pmap` runs a function on devices of this process, where `crossover` runs it on ranks. "
+    "`jax.pmap` runs a function on devices of this process, but `crossover` runs it on ranks. "
     "Give `crossover` the function itself, pmap's `axis_name` as `axes`, and arguments without the "
     "leading axis of devices; its `donate_argnums` and `static_broadcasted_argnums` become "
     "`donate_argnums` and `static_argnums` of `crossover`."
@@ -44,14 +44,16 @@ def check_step(step: object, name: str) -> None:
     """
     if isinstance(step, jax.stages.Compiled | jax.stages.Lowered | jax.stages.Traced):
         raise TypeError(
-            f"`crossover` takes a function, not a `{type(step).__name__}`: it traces and compiles "
-            "the function itself."
+            f"`crossover` takes a function, not a `{type(step).__name__}`. Pass the function "
+            "itself, because `crossover` traces and compiles it."
         )
     if isinstance(step, type) or not callable(step):
         what = (
             f"the class `{step.__name__}`" if isinstance(step, type) else f"`{type(step).__name__}`"
         )
-        raise TypeError(f"`crossover` takes a function, not {what}")
+        raise TypeError(
+            f"`crossover` takes a function, not {what}. Pass a function or a callable instance."
+        )
     if any(compat.runs_pmap(getattr(function, "__code__", None)) for function in _layers(step)):
         raise TypeError(f"`{name}` is a `jax.pmap`. {_PMAP}")
 
@@ -139,9 +141,9 @@ def explain_failed_trace(step: Callable[..., Any], error: Exception, name: str) 
         raise CutError(f"`{name}` calls a `jax.pmap`. {_PMAP}") from error
     if "Non-hashable static arguments" in str(error):
         raise CutError(
-            f"`{name}` was called with an array where its `jax.jit` has a static argument: name "
-            "the static ones by `static_argnums` or `static_argnames` of `crossover` as well, or "
-            "leave out the `jit`."
+            f"`{name}` was called with an array where its `jax.jit` has a static argument. Name "
+            "its static arguments in `static_argnums` or `static_argnames` of `crossover` as well, "
+            "or leave out the `jit`."
         ) from error
 
 

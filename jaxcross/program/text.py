@@ -6,6 +6,7 @@ import ast
 import re
 from typing import Any
 
+from jaxcross.errors import quoted
 from jaxcross.program.ir import Aval, Exchange, Program, Segment, itemsize
 
 
@@ -28,7 +29,7 @@ def parse(text: str) -> Program:
     for number, line in enumerate(text.splitlines(), 1):
         try:
             if len(line) > _LONGEST_LINE:
-                raise ValueError(f"it has {len(line)} characters")
+                raise ValueError(f"at most {_LONGEST_LINE} characters, got {len(line)}")
             if line.startswith("    "):
                 segments[-1]["exchanges"].append(_parse_exchange(line.strip()))
             elif line.startswith("value "):
@@ -46,16 +47,20 @@ def parse(text: str) -> Program:
                 elif key in ("inputs", "donated", "outputs"):
                     numbers[key] = _parse_ranges(rest)
                 elif key:
-                    raise ValueError(f"unknown word `{key}`")
+                    raise ValueError(f"unknown first word `{key}`")
                 found.add(key)
         except _NOT_UNDERSTOOD as error:
             shown = line if len(line) <= 200 else f"{line[:200]}..."
             raise ValueError(
-                f"line {number} of the program is not understood: `{shown}` ({error})"
+                f"Line {number} of the program cannot be parsed: `{shown}` ({error}). Pass a "
+                "text that `program.text()` has returned."
             ) from error
     missing = {"program", "axes", "inputs", "constants", "donated", "outputs"} - found
     if missing:
-        raise ValueError(f"the program lacks the line(s) {', '.join(sorted(missing))}")
+        raise ValueError(
+            "The text of the program must have a line that starts with each of "
+            f"{quoted(sorted(missing))}. Pass the whole text that `program.text()` has returned."
+        )
     return Program(
         name=name,
         axes=axes,
@@ -79,7 +84,7 @@ def _parse_segment(line: str) -> dict[str, Any]:
     left, flow, last_uses = line.split(" | ")
     index, kind = left.split()[:2]
     if kind not in ("compute", "collective"):
-        raise ValueError(f"unknown kind `{kind}`")
+        raise ValueError(f"the kind must be `compute` or `collective`, got `{kind}`")
     inputs, outputs = flow.split(" -> ")
     return {
         "index": int(index),
@@ -102,7 +107,7 @@ def _parse_ranges(text: str) -> tuple[int, ...]:
         # Compare the bounds, because `len` raises an OverflowError if a range is too long.
         if start >= stop or len(out) + stop - start > _MOST_VALUES:
             raise ValueError(
-                f"`{part}` is not a range, or there are more than {_MOST_VALUES} numbers"
+                f"expected ranges like `0-3` with at most {_MOST_VALUES} numbers, got `{part}`"
             )
         out += range(start, stop)
     return tuple(out)
@@ -126,7 +131,7 @@ def _parse_axes(text: str) -> tuple[tuple[str, int], ...]:
     while at < len(text):
         match = _AXIS.match(text, at)
         if match is None:
-            raise ValueError("no axes like `batch=2`")
+            raise ValueError("expected axes like `batch=2`")
         found.append((_name(match[1]), int(match[2])))
         at = match.end()
     return tuple(found)
@@ -139,7 +144,7 @@ def _name(text: str) -> str:
 def _parse_aval(text: str) -> Aval:
     match = _AVAL.match(text)
     if match is None:
-        raise ValueError("no type like float32[8,8]")
+        raise ValueError("expected a type like float32[8,8]")
     shape = tuple(int(n) for n in match["shape"].split(",") if n)
     itemsize(match["dtype"])
     return Aval(shape=shape, dtype=match["dtype"], weak_type=bool(match["weak"]))
@@ -148,12 +153,12 @@ def _parse_aval(text: str) -> Aval:
 def _parse_exchange(text: str) -> Exchange:
     match = _EXCHANGE.match(text)
     if match is None:
-        raise ValueError("no exchange like `psum batch float32[8]`")
+        raise ValueError("expected an exchange like `psum batch float32[8]`")
     params = tuple(
         (name, ast.literal_eval(value)) for name, value in _PARAM.findall(match["params"])
     )
     if "".join(found[0] for found in _PARAM.finditer(match["params"])) != match["params"]:
-        raise ValueError("no parameters like ` tiled=True`")
+        raise ValueError("expected parameters like ` tiled=True`")
     shape = tuple(int(n) for n in match["shape"].split(",") if n.strip())
     axes = tuple(map(_name, re.findall(_NAME, match["axes"])))
     itemsize(match["dtype"])

@@ -232,10 +232,10 @@ def _trace_whole(
             return shards
         if is_cast_outside_of_shard_map(error):
             raise CutError(
-                f"`{name}` calls `jax.lax.pcast` at {compat.user_line_of(error)}, as the body of a "
-                "`jax.shard_map(check_vma=True)` may. There JAX inserts the exchanges of "
-                "gradients. A bare function has pmap's semantics, in which `psum` transposes to "
-                "`psum`: its gradients would be other numbers. Make the whole step the "
+                f"`{name}` calls `jax.lax.pcast` at {compat.user_line_of(error)}, which only the "
+                "body of a `jax.shard_map(check_vma=True)` may do, where JAX inserts the exchanges "
+                "of gradients. A bare function has pmap's semantics, in which `psum` transposes to "
+                "`psum`, so its gradients would be different numbers. Make the whole step the "
                 "`shard_map`: `jax.shard_map(step, in_specs=..., out_specs=...)`. "
                 "See docs/explanation/bit-for-bit.md#gradients."
             ) from error
@@ -251,9 +251,9 @@ def _trace_whole(
     if shards is None:
         check_no_vmap(flat_step, avals, axes, name)
         raise CutError(
-            f"it is not known how the `shard_map` of `{name}` splits its arguments: it has no "
-            "`in_specs`, or takes what the step computes before it. Pass it the step's own "
-            "arguments, and a PartitionSpec for each."
+            f"it is not known how the `shard_map` of `{name}` splits its arguments, because it "
+            "has no `in_specs`, or takes values that the step computes before it. Pass it the "
+            "step's own arguments, and a PartitionSpec for each."
         )
     return shards
 
@@ -280,7 +280,8 @@ def _check_results(name: str, paths: Sequence[str], results: Any) -> None:
         if not compat.is_array_type(leaf):
             raise CutError(
                 f"`{path}` of `{name}` is a `{type(leaf).__name__}`, but a step returns arrays, "
-                "and pytrees of them. Return it from where the step is called. Otherwise: "
+                "and pytrees of them. Leave it out, and return it from the code that calls the "
+                "step. Otherwise: "
                 f"{remedy_for(leaf, results)}"
             )
 

@@ -6,6 +6,8 @@ from jaxcross.errors import InternalError
 from jaxcross.program.ir import Program, Segment
 from jaxcross.program.jaxpr_utils import holds_exchange
 
+_REPORT = "This is a bug in jaxcross, please report it."
+
 
 def verify(program: Program) -> Program:
     """Checks all values that segments pass along, and returns the program.
@@ -23,11 +25,12 @@ def verify(program: Program) -> Program:
 
         def fail(cause: str, at: int = place) -> None:
             raise InternalError(
-                f"program `{program.name}` is not well formed: {cause}\n{_around(program, at)}"
+                f"program `{program.name}` is not well formed: {cause}. {_REPORT}\n"
+                f"{_around(program, at)}"
             )
 
         if segment.index != place:
-            fail(f"segment {segment.index} is at place {place}")
+            fail(f"segment {segment.index} is at position {place}")
         for v in segment.inputs:
             if v not in defined:
                 fail(f"value {v} is read before it is defined")
@@ -48,27 +51,34 @@ def verify(program: Program) -> Program:
                 fail(f"value {v} is freed where it is not read")
         dead.update(segment.last_uses)
         if segment.kind == "compute" and (segment.exchanges or _holds_exchange(program, segment)):
-            fail("a compute segment holds an exchange")
+            fail(f"compute segment {segment.index} contains an exchange")
         if segment.kind == "collective" and not segment.exchanges:
-            fail("a collective segment holds no exchange")
+            fail(f"collective segment {segment.index} contains no exchange")
         if segment.jaxpr is not None and len(segment.jaxpr.jaxpr.invars) != len(segment.inputs):
-            fail("its jaxpr takes another number of arguments")
+            fail(
+                f"segment {segment.index} has {len(segment.inputs)} inputs, but its jaxpr takes "
+                f"{len(segment.jaxpr.jaxpr.invars)} arguments"
+            )
         more = (
             0 if segment.jaxpr is None else len(segment.jaxpr.jaxpr.outvars) - len(segment.outputs)
         )
         if more < 0 or (more and segment.kind == "compute"):
-            fail("its jaxpr returns another number of results")
+            fail(
+                f"segment {segment.index} has {len(segment.outputs)} outputs, but its jaxpr "
+                f"returns {len(segment.outputs) + more} results"
+            )
     for v in program.outputs:
         if v not in defined:
             raise InternalError(
-                f"program `{program.name}` is not well formed: result {v} is never defined"
+                f"program `{program.name}` is not well formed: result {v} is never defined. "
+                f"{_REPORT}"
             )
     # Every value must be freed by its last reader, except for the step's inputs and results.
     unfreed = defined - dead - set(program.outputs) - set(program.inputs)
     if unfreed:
         raise InternalError(
             f"program `{program.name}` is not well formed: values {sorted(unfreed)[:8]} are never "
-            "freed"
+            f"freed. {_REPORT}"
         )
     return program
 

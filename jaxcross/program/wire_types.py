@@ -50,8 +50,9 @@ def _call(eqn: compat.Equation, axes: Mapping[str, int], op: str) -> compat.Equa
     """Returns a call that converts an exchange's operands, exchanges them, and converts back."""
     if op in _SUMS and any(_is_key(compat.array_type(a).dtype) for a in eqn.invars):
         raise CutError(
-            f"`{op}` of random keys at {compat.source_of(eqn)}: keys cannot be added or compared. "
-            "Let all ranks have one rank's key by `jax.lax.all_gather(key, axis)[0]`. "
+            f"`{op}` of random keys at {compat.source_of(eqn)} is not possible, because keys "
+            "cannot be added or compared. To give all ranks the key of one rank, use "
+            "`jax.lax.all_gather(key, axis)[0]`. "
             "See docs/reference/limits.md#collectives."
         )
 

@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxcross.errors import quoted
 from jaxcross.report.summary import LOST_TIME, JobTiming, TimeBreakdown
 from jaxcross.report.table import WIDTH, a_round, as_html, cells, printed_text, totals, unit
 from jaxcross.report.units import seconds, share
@@ -54,12 +55,16 @@ class Comparison:
             ValueError: One of the ways has no runs, or the runs don't all have the same jobs.
         """
         if not first or not second:
-            raise ValueError("a comparison needs at least one run of each way")
+            raise ValueError(
+                "a comparison needs at least one report in `first` and one in `second`, got "
+                f"{len(first)} and {len(second)}"
+            )
         jobs = {tuple(job.name for job in report.jobs) for report in (*first, *second)}
         if len(jobs) > 1:
+            different = " and ".join(quoted(names) or "none" for names in sorted(jobs))
             raise ValueError(
-                "a comparison is of the same jobs, not of "
-                f"{' and of '.join(map(str, sorted(jobs)))}"
+                "all reports of a comparison must be of the same jobs, in the same order, got "
+                f"{different}"
             )
         return cls(
             first=_pooled([report.rounds for report in first]),

@@ -201,13 +201,14 @@ def read_event_files(
     ]
     if not names:
         raise ValueError(
-            f"`{folder}` holds no event files (`rank-0.jsonl`, ...). Ranks write them where "
-            "`JAXCROSS_EVENTS` names a folder, or `Runner(events=...)`; `jaxcross launch` sets it."
+            f"`{folder}` holds no event files (`rank-0.jsonl`, ...). Name the folder to which the "
+            "ranks write them, i.e. `JAXCROSS_EVENTS` or `Runner(events=...)`. `jaxcross launch` "
+            "sets `JAXCROSS_EVENTS` to its `--events`."
         )
     if len(names) > MOST_RANKS:
         raise ValueError(
-            f"`{folder}` holds {len(names)} event files, more than the {MOST_RANKS} ranks that are "
-            "read."
+            f"`{folder}` holds {len(names)} event files, but those of at most {MOST_RANKS} ranks "
+            "can be read. Copy the files of fewer ranks to a different folder."
         )
     records: list[RankRecord] = []
     errors: dict[int, OSError | ValueError] = {}
@@ -254,7 +255,10 @@ def _read_file(
         facts = os.fstat(stream.fileno())
         most_bytes = tail_bytes or MOST_BYTES
         if not stat.S_ISREG(facts.st_mode):
-            raise ValueError(f"`{path}` is not a file.")
+            raise ValueError(
+                f"`{path}` is not a file, but e.g. a folder or a pipe. Move it out of the event "
+                "folder."
+            )
         if not facts.st_size:
             raise ValueError(
                 f"`{path}` is empty: its rank was killed at its start, or the disk was full."
@@ -274,8 +278,8 @@ def _read_file(
         or not _is_int(start_ns)
     ):
         raise ValueError(
-            f"`{path}` does not begin as an event file of version {VERSION} does, or is of another "
-            "version."
+            f"`{path}` does not begin as an event file of version {VERSION} does, so it is damaged "
+            "or was written by a different version of jaxcross. Read it with that version."
         )
     record = before or RankRecord(
         rank=rank,

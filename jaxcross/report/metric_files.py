@@ -82,12 +82,13 @@ class MetricFiles(Instrument):
         ):  # an empty marker was left by a run that was killed right here
             if self._checkpoints is None or _load(marker.read_text()) != mine:
                 raise ValueError(
-                    f"`{self._folder}` has the metrics of another run. Name another folder, or "
-                    "remove it; a run continues there if it has the same checkpoint folder."
+                    f"`{self._folder}` has the metrics of another run. Name a different folder, or "
+                    "remove this one. To resume that run, use its checkpoint folder as well."
                 )
         elif found:
             raise ValueError(
-                f"`{self._folder}` is to hold metrics, and holds other files. Name an empty folder."
+                f"`{self._folder}` holds other files, so metrics are not written to it. Name an "
+                "empty folder."
             )
         else:
             marker.write_text(json.dumps(mine) + "\n")
@@ -183,11 +184,23 @@ class MetricFiles(Instrument):
                 self._jobs[job] = None
                 files.close()
         except OSError as error:
-            _log.warning("Metrics of job `%s` may lack their last lines: %s.", job, error)
+            _log.warning(
+                "Metrics of job `%s` in `%s` may lack their last lines, because its files could "
+                "not be closed: %s. Check whether the disk is full.",
+                job,
+                self._folder,
+                error,
+            )
 
     def _give_up(self, job: str, error: OSError) -> None:
         self._jobs[job] = None
-        _log.warning("Metrics of job `%s` are no longer written: %s.", job, error)
+        _log.warning(
+            "Metrics of job `%s` are no longer written to `%s`: %s. The job continues without "
+            "them. To get them back, make sure that the folder can be written, and start again.",
+            job,
+            self._folder,
+            error,
+        )
 
 
 class _JobFiles:

@@ -196,7 +196,8 @@ def read_progress(folder: str | os.PathLike[str]) -> RunProgress | None:
         return _cleaned(record(found, RunProgress))
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError(
-            f"`{path}` is not the progress of a run, or is of another version of jaxcross."
+            f"`{path}` is not the progress of a run, so it is damaged or was written by a "
+            "different version of jaxcross. Read it with that version."
         ) from None
 
 

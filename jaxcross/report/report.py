@@ -110,7 +110,7 @@ class Report:
         if size > 1 and control is None:
             raise ValueError(
                 f"a report of `{size}` ranks needs `control` to gather their spans: pass "
-                "world.control."
+                "`control=world.control`."
             )
         mine = tuple(spans)
         kept = mine[-max(1, _MAX_SPANS // size) :]
@@ -253,7 +253,9 @@ class Report:
         try:
             content = json.loads(Path(path).read_text())
             if content["format"] != FORMAT:
-                raise ValueError(f"its format is {content['format']}, this version reads {FORMAT}")
+                raise ValueError(
+                    f"its format is {content['format']!r:.60}, but this version reads {FORMAT}"
+                )
             summary = content["summary"]
             return cls(
                 spans=from_rows(content["spans"], content["span_fields"]),
@@ -273,9 +275,10 @@ class Report:
             ArithmeticError,
             RecursionError,
         ) as error:
+            reason = f"it has no {error}" if isinstance(error, KeyError) else clause(str(error))
             raise ValueError(
-                f"`{path}` is not a report of jaxcross: {clause(str(error))}. Reports are written "
-                "by to_json."
+                f"`{path}` is not a report of jaxcross: {reason}. Write one with "
+                "`report.to_json(path)`."
             ) from error
 
     def to_chrome_trace(self, path: str | Path) -> Path:

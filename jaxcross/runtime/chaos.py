@@ -73,5 +73,6 @@ def chaos_of(environ: Mapping[str, str], rank: int) -> Chaos | None:
         return Chaos(int(text), rank)
     except ValueError:
         raise ValueError(
-            f"`{VARIABLE}` must be the number of a seed, or empty for no chaos, got `{text}`."
+            f"`{VARIABLE}` must be a whole number, the seed of the random delays, or empty for no "
+            f"delays, got `{text}`."
         ) from None

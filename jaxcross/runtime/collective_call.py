@@ -100,7 +100,7 @@ class _ComparingControl:
 
     def allgather_text(self, text: str) -> list[str]:
         if not isinstance(text, str):
-            raise TypeError(f"`allgather_text` takes a text, not `{type(text).__name__}`")
+            raise TypeError(f"`text` of `allgather_text` must be a text, got {text!r:.60}")
         self.compare(_GATHERS)
         return self._control.allgather_text(text)
 
@@ -127,14 +127,17 @@ class _ComparingControl:
                 which = "; ".join(
                     f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text
                 )
-                self._broken = JobError(f"In work that all ranks do together, {which}")
+                self._broken = JobError(
+                    f"A function that all ranks run together fails on all of them, because {which}"
+                )
             elif low != -high:
-                does = {_DONE: "is done", _GATHERS: "gathers texts"}.get(
-                    mine, f"reduces {mine - _REDUCES} values"
+                does = {_DONE: "has returned", _GATHERS: "calls `allgather_text`"}.get(
+                    mine, f"calls `allreduce_min` with {mine - _REDUCES} values"
                 )
                 self._broken = JobError(
-                    "In work that all ranks do together, they communicate differently: rank "
-                    f"{self.rank} {does}. Every rank must make the same calls in the same order."
+                    "In a function that all ranks run together, the ranks communicate differently: "
+                    f"rank {self.rank} {does}, unlike some other rank. Every rank must make the "
+                    "same calls of `allreduce_min` and `allgather_text` in the same order."
                 )
         if self._broken is not None:
             raise self._broken

@@ -21,7 +21,7 @@ def describe(error: BaseException) -> str:
         notes = [note for note in getattr(error, "__notes__", ()) if _NOT_OF_THE_ERROR not in note]
         text = " ".join([clause(str(error)), *(f"({clause(note)})" for note in notes)])
     except Exception as worse:
-        text = f"(its text cannot be made: {type(worse).__name__})"
+        text = f"(its message cannot be shown: {type(worse).__name__})"
     if len(text) > _LONGEST:
         text = f"{shortened(text, _LONGEST)} ({len(text)} characters)"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -56,7 +56,8 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
                 if others:
                     why = (
                         f"{clause(why)} (found on rank "
-                        f"{', '.join(str(rank) for rank, _ in responsible)}; others were busy)"
+                        f"{', '.join(str(rank) for rank, _ in responsible)}; the other ranks were "
+                        "busy)"
                     )
                 if not why.startswith(f"Job `{job}`"):
                     why = f"Job `{job}`, step {step + 1}: {why}"
@@ -87,8 +88,8 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
     by_rank = "; ".join(f"rank {rank} {line}" for rank, line in enumerate(lines))
     shapes = (
         " Or did shapes or types of a step's arguments change on some ranks only, as in a shorter "
-        'last batch? There other exchanges, or the cut under `cut="auto"`, are agreed on again: '
-        "change them on all ranks at once."
+        'last batch? Those ranks then have to agree on the exchanges or, with `cut="auto"`, on the '
+        "cut again. Change shapes and types on all ranks in the same step."
     )
     return JobError(
         f"Job `{job}` does different things on different ranks after step {step}: {by_rank}. All "

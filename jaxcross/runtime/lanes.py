@@ -412,7 +412,10 @@ class ExchangeLane:
                     record.collective.run(world.control)
                 event = m.SyncDone(number)
             case _:
-                raise TypeError(f"no instruction for the exchange lane: {instruction!r}")
+                raise TypeError(
+                    f"the exchange lane does not know the instruction {instruction!r}. This is a "
+                    "bug in jaxcross, please report it."
+                )
         self._note_vote(job, label, start_ns)
         return event
 

@@ -78,7 +78,8 @@ class PausedRun:
         ):
             self._warned = self.changes
             _log.warning(
-                "All remaining jobs are paused: %s. The run waits for `resume()`.",
+                "All remaining jobs are paused: %s. The run waits until another thread or a signal "
+                "handler calls `resume()` of one of them.",
                 _named(paused),
             )
         if self._submitted == self.changes or can_resume():
@@ -135,8 +136,8 @@ def nobody_resumes(jobs: Sequence[str]) -> JobError:
     Identical across ranks.
     """
     return JobError(
-        f"All remaining jobs are paused ({_named(jobs)}), and no rank has a thread or a "
-        "signal handler that could call `resume()`: the run has ended. Resume a job from one that "
+        f"All remaining jobs are paused ({_named(jobs)}), and no rank has a thread or a signal "
+        "handler that could call `resume()`, so the run has ended. Call `resume()` from a job that "
         "is not paused, or from a thread that you start before `run()`. With checkpoints, these "
         "jobs stay paused in the next run."
     )

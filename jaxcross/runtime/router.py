@@ -125,7 +125,7 @@ class Router:
                 self.left_out = left_out
                 self._exchange(instruction, None)
             case _:
-                raise InternalError(f"the driver cannot follow {instruction!r}")
+                raise InternalError(f"the driver does not know the instruction {instruction!r}")
 
     def _finish(self, job: JobRecord, end: m.JobFinished) -> None:
         job.status = end.status
@@ -154,7 +154,10 @@ class Router:
         # here.
         job = self.jobs[number]
         if job.call is None or job.call.number != call_number:
-            raise InternalError(f"job `{job.name}` has no call {call_number}")
+            current = "no call" if job.call is None else f"call {job.call.number}"
+            raise InternalError(
+                f"job `{job.name}` got an instruction for call {call_number}, but is in {current}"
+            )
         return job.call
 
     def segment_failed(
@@ -192,7 +195,11 @@ class Router:
         for job in (*self.jobs.values(), *self.joining.values()):
             if job.status is None:
                 job.status = JobStatus.FAILED
-                job.error = JobError(f"Job `{job.name}` cannot continue, because the run broke.")
+                job.error = JobError(
+                    f"Job `{job.name}` cannot continue, because the run broke on rank "
+                    f"{self._rank} with `{type(error).__name__}`. Look at that error, which is the "
+                    "cause of this one, and restart the run."
+                )
                 job.error.__cause__ = error
             job.answers.put(m.Raised(job.number))
             job.done.set()

@@ -114,6 +114,6 @@ def late_warning(job: str) -> str:
     """Returns the warning about a job that has exceeded the limit on some rank."""
     return (
         f"Job `{job}` spent {START_LIMIT_S:.0f} s, on some rank, on something other than compiling "
-        "its first step, so the other jobs begin without it. If it waits for them, a policy with "
-        '`start="as_ready"` saves that time.'
+        "its first step, so the other jobs begin without it. If it waits for their results, "
+        'use a policy with `start="as_ready"`, which does not make them wait for it.'
     )

@@ -149,7 +149,8 @@ class Lane:
         if self._failure.stopped:
             raise Stopped
         raise ExchangeError(
-            f"The parameter server cannot continue: {self._failure.text}. Every rank leaves it."
+            f"The parameter server cannot continue: {self._failure.text}. Every rank leaves its "
+            "`with` block. Fix that error, and run again."
         ) from self._cause
 
     def waiting_for(self) -> dict[int, str]:

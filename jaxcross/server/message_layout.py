@@ -44,8 +44,9 @@ class MessageLayout:
         for name, (_, dtype) in zip(self._names, self._forms, strict=True):
             if not jnp.issubdtype(dtype, np.inexact):
                 raise TypeError(
-                    f"`{name}` of the parameters is of type {dtype}: a parameter server trains "
-                    "floating-point numbers. Leave counters, keys and the like out of `params`."
+                    f"`{name}` of the parameters is of type {dtype}, but a parameter server can "
+                    "only train floating-point numbers. Leave counters, keys and the like out of "
+                    "`params`."
                 )
         self._widths = [-(-math.prod(shape) // ranks) for shape, _ in self._forms]
         sizes = (
@@ -69,16 +70,17 @@ class MessageLayout:
         leaves, treedef = jax.tree.flatten(tree)
         if treedef != self.treedef:
             raise ValueError(
-                f"gradients have the structure {treedef}, the parameters {self.treedef}: push "
-                "trees of the same structure."
+                f"`grads` of `push_pull` must have the same structure as the parameters, "
+                f"{self.treedef}, got {treedef}."
             )
         for name, leaf, (shape, dtype) in zip(self._names, leaves, self._forms, strict=True):
             got_shape, got = shape_and_type(leaf)
             if (got_shape, got) != (shape, dtype):
                 raise ValueError(
-                    f"the gradient `{name}` is {got}{list(got_shape)}, the parameter "
-                    f"{dtype}{list(shape)}: every rank's server expects messages of one length. "
-                    "Cast it, or look for a transposed gradient."
+                    f"the gradient `{name}` is {got}{list(got_shape)}, but its parameter is "
+                    f"{dtype}{list(shape)}. Each must have its parameter's shape and type, because "
+                    "the servers expect messages of a fixed length. Cast the gradient, or check "
+                    "whether it is transposed."
                 )
         return leaves
 

@@ -115,8 +115,8 @@ class ParameterServer(Generic[Params]):
         counts = not isinstance(staleness, bool) and staleness >= 0
         if not (counts and (staleness == math.inf or staleness == int(staleness))):
             raise ValueError(
-                f"`staleness` of a parameter server is `{staleness}`: it counts steps, 0, 1, ..., "
-                "or is `math.inf`."
+                "`staleness` of a parameter server must be a whole number of steps, 0, 1, ..., or "
+                f"`math.inf`, got {staleness!r:.60}."
             )
         self._world = world if world is not None else current_world()
         size = self._world.size
@@ -152,8 +152,8 @@ class ParameterServer(Generic[Params]):
         """
         if self._lane is not None:
             raise JobError(
-                "This parameter server was used before. Create a new one, with `server.params` to "
-                "continue from these."
+                "This parameter server was used before, and can only be entered once. Create a new "
+                "one, and pass it `server.params` to continue from these parameters."
             )
         self._job = current_engine()
         if self._job is not None:
@@ -215,9 +215,14 @@ class ParameterServer(Generic[Params]):
         lane = self._lane
         job = self._job
         if lane is None or self._thread != threading.get_ident():
+            where = (
+                "outside its `with` block"
+                if self._thread is None
+                else f"from thread `{threading.current_thread().name}`, which did not enter it"
+            )
             raise JobError(
-                "`push_pull` of a parameter server works inside its `with` block, in the thread "
-                "that entered it."
+                f"`push_pull` of a parameter server was called {where}. Call it inside the `with` "
+                "block, in the thread that entered the block."
             )
         leaves = self._layout.leaves(grads)
         if job is not None and job.stopping:

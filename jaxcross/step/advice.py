@@ -76,8 +76,9 @@ def _advise_on_loops(program: Program, warned: set[str]) -> None:
             "with 4 bytes, on whether to continue."
         )
         _log.warning(
-            "`%s` exchanges inside a %s at %s: the whole loop runs on the exchange lane and hides "
-            "nothing. Unroll the loop or move the exchange out of it.%s",
+            "`%s` exchanges inside a %s at %s, so the whole loop runs on the exchange lane and "
+            "none of it overlaps with computation. Unroll the loop or move the exchange out of "
+            "it.%s",
             program.name,
             loop.split()[0],
             exchanges[0].source,
@@ -89,42 +90,42 @@ def _advice(traced: Traced) -> Iterator[str]:
     name = traced.name
     for source in repeated_exchanges(traced.unflattened, traced.axes, traced.wire):
         yield (
-            f"`{name}` exchanges in every mini-step of `optax.MultiSteps`, at {source}: it runs "
-            "its optimizer each time and keeps the last result. "
-            "`jaxcross.exchange.accumulate(optimizer, every=k)` exchanges once for k gradients, "
-            "with the same updates to rounding."
+            f"`{name}` exchanges in every mini-step of `optax.MultiSteps`, at {source}, because "
+            "`MultiSteps` runs its optimizer each time and keeps only the last result. Use "
+            "`jaxcross.exchange.accumulate(optimizer, every=k)` instead, which exchanges once for "
+            "k gradients and gives the same updates up to rounding."
         )
     for line in repeated_sums(traced):
         less = human_bytes((line.times - 1) * line.nbytes)
         yield (
             f"`{name}` exchanges {human_bytes(line.nbytes)} of gradients {line.times} times per "
             f"step, at {line.source}, and adds up the results. Add up the gradients of the "
-            "micro-batches first, and exchange the sum behind the loop: that gives the same mean "
-            f"to rounding, and sends {less} less."
+            "micro-batches first, and exchange the sum after the loop. That gives the same mean "
+            f"up to rounding, and sends {less} less."
         )
     for source in means_of_means(traced):
         yield (
             f"`{name}` divides a loss by a count of this rank's batch, at {source}, and averages "
-            "the result or its gradient over ranks: that is the mean of the ranks' means, in which "
-            "a rank with few examples weighs as much as one with many. If counts differ, let them "
-            "be the weights: give the `update` of `jaxcross.exchange.mean(axes)` the argument "
-            "`weight=count`, or return `jax.lax.psum(count * grads, axes) / jax.lax.psum(count, "
-            "axes)`."
+            "the result or its gradient over ranks. That is the mean of the ranks' means, in which "
+            "a rank with few examples weighs as much as one with many. If the counts can differ "
+            "between ranks, use them as weights: pass `weight=count` to the `update` of "
+            "`jaxcross.exchange.mean(axes)`, or return `jax.lax.psum(count * grads, axes) / "
+            "jax.lax.psum(count, axes)`."
         )
     for optimizer, source in own_derivatives(traced.unflattened, traced.axes, traced.wire):
         yield (
             f"`{optimizer}` in `{name}` differentiates the loss itself, at {source}, and exchanges "
-            "no gradient. By pmap's rules, which a bare function has, that derivative is this "
-            "rank's own even if the loss is averaged, so replicas drift apart. Make the whole step "
-            "a `jax.shard_map(step, in_specs=..., out_specs=...)`, where JAX inserts these "
-            "exchanges."
+            "no gradient. A function that is not a `shard_map` follows pmap's rules, by which that "
+            "derivative is local to this rank even if the loss is averaged, so replicas drift "
+            "apart. Make the whole step a `jax.shard_map(step, in_specs=..., out_specs=...)`, "
+            "where JAX inserts these exchanges."
         )
     changed = _changed_type(traced)
     if changed is not None:
         path, before, after = changed
         yield (
             f"`{name}` takes `{path}` as {before.dtype} and returns it as {after.dtype}, so the "
-            "next step is compiled again. Begin with the type that the step returns, as "
+            "next step is compiled again. Begin with the type that the step returns, e.g. "
             f"`jnp.asarray(value, jnp.{after.dtype})`, or convert the result with `astype`."
         )
 

@@ -68,8 +68,8 @@ def with_commit_flag(
         if donated and not results.kept:
             raise CutError(
                 f"`{name}` cannot skip a step: none of its results has the structure, shapes and "
-                'types of an argument that it donates. With `nonfinite="skip"` a step returns its '
-                "new state, in a tuple with its metrics perhaps. "
+                'types of an argument that it donates. With `nonfinite="skip"`, return the new '
+                "state, either alone or in a tuple with the metrics. "
                 "See docs/howto/nonfinite.md#what-skip-needs."
             )
         fixed = [place for place, *_ in static if isinstance(place, int)]
@@ -125,8 +125,9 @@ class _Results:
                 raise CutError(
                     f"`{self._name}` cannot skip a step: {len(parts)} of its results have the "
                     f"structure, shapes and types of {len(numbers)} "
-                    f"argument{'s' * (len(numbers) > 1)}, and which of them is the new state is "
-                    "ambiguous. Return it alone, or in a tuple with parts that are not alike. "
+                    f"argument{'s' * (len(numbers) > 1)}, so it is ambiguous which of them is the "
+                    "new state. Return the state alone, or in a tuple whose other elements differ "
+                    "from it in structure, shapes or types. "
                     "See docs/howto/nonfinite.md#what-skip-needs."
                 )
             for part, number in zip(parts, numbers, strict=False):
@@ -153,9 +154,9 @@ class _Results:
             if arrays and not arrays - free:
                 raise CutError(
                     f"`{self._name}` cannot skip a step: it donates argument {in_words(place)} and "
-                    "returns arrays of the same shapes and types in another structure, while a "
-                    "skipped step would keep its other arguments alone. Return each argument that "
-                    "is state in the structure that it has, and donate no others. "
+                    "returns arrays of the same shapes and types in another structure, so a "
+                    "skipped step would not keep that argument as it was. Return each argument "
+                    "that is state in its original structure, and donate no others. "
                     "See docs/howto/nonfinite.md#what-skip-needs."
                 )
 
@@ -165,9 +166,10 @@ class _Results:
             kind = form_of(old)
             if _arrays(old) and not _bare(kind) and self._positions(kind)[1]:
                 raise CutError(
-                    f"`{self._name}` cannot skip a step: its first argument is its state, as it "
-                    f"donates none, but argument {in_words(place)} comes back in its structure as "
-                    "well. Name by `donate_argnums` or `donate_argnames` all that are state. "
+                    f"`{self._name}` cannot skip a step: it donates no argument, so the first one "
+                    f"is taken as its state, but argument {in_words(place)} is returned in its own "
+                    "structure as well. Name all arguments that are state with `donate_argnums` or "
+                    "`donate_argnames`. "
                     "See docs/howto/nonfinite.md#what-skip-needs."
                 )
 

@@ -244,7 +244,8 @@ class CutSearch:
         else:
             _log.warning(
                 "`%s` was cut into %d exchange segment%s before, when an uncut step took %.4g s. "
-                "Now an uncut step takes %.4g s, and with that cut %.4g s: cuts are tried again.",
+                "Now an uncut step takes %.4g s, and with that cut %.4g s, so cuts are tried again "
+                "to find the fastest.",
                 self._traced.name,
                 n_segments,
                 "s" * (n_segments > 1),
@@ -279,8 +280,8 @@ class CutSearch:
                 break
             if self._tried == [1]:
                 text = (
-                    f"`{name}` is compiled and timed in several cuts; a number as `cut` would save "
-                    "that time."
+                    f"`{name}` is compiled and timed in several cuts to find the fastest. To save "
+                    "that time, pass a number as `cut`."
                 )
                 _log_on_rank_0(self._world, text)
             finest = n_collectives
@@ -296,7 +297,7 @@ class CutSearch:
                 if now_s - logged_s > _QUIET_S:
                     logged_s = now_s
                     text = (
-                        f"`{name}` with `cut={n}`: {rival_s:.4g} s a step, {best_s:.4g} s with "
+                        f"`{name}` with `cut={n}`: {rival_s:.4g} s per step, {best_s:.4g} s with "
                         f"`cut={n_best}`."
                     )
                     _log_on_rank_0(self._world, text)
@@ -357,7 +358,7 @@ class CutSearch:
             CutCache(self._hint.key).write(n_segments, uncut_s)
         if self._complete or len(self._tried) > 1:
             _log.warning(
-                "`%s` runs fastest cut into %d exchange segment%s: %.4g s a step, uncut %.4g s "
+                "`%s` runs fastest cut into %d exchange segment%s: %.4g s per step, uncut %.4g s "
                 "(%.2fx; tried %s in %.0f s, %.0f s of them compiling).",
                 self._traced.name,
                 n_segments,
@@ -373,9 +374,9 @@ class CutSearch:
 
 def _too_long(name: str, n: int, budget: Budget) -> str:
     return (
-        f"`{name}` with `cut={n}` and finer is not tried: that would take more than "
+        f"`{name}` with `cut={n}` and finer is not tried, because that would take more than "
         f"{budget.limit_s:.2g} s, {SHARE:.0%} of the time of this loop's {budget.steps} steps. If "
-        "the run is longer than the loop, give a number as `cut`."
+        "the run is longer than the loop, pass a number as `cut`."
     )
 
 
@@ -411,13 +412,16 @@ def _race(
                     times_ns[n].append(elapsed)
             elif n == 0:
                 _log_on_rank_0(
-                    world, f"`{traced.name}` is not cut, as it fails on copies: {elapsed}"
+                    world,
+                    f"`{traced.name}` is not cut, because it fails on the copies of its arguments "
+                    f"with which cuts are timed: {elapsed}",
                 )
                 return (math.inf,) * len(rivals)
             else:
                 _log_on_rank_0(
                     world,
-                    f"`{traced.name}` with `{label}` fails on copies, and is not taken: {elapsed}",
+                    f"`{traced.name}` with `{label}` fails on the copies of its arguments with "
+                    f"which cuts are timed, so that cut is not used: {elapsed}",
                 )
                 running[1] = None
     # The only all-reduce we have computes a minimum, so negate the times to get the maximum.
@@ -461,7 +465,12 @@ class CutCache:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self._file, content, durable=False, shared=True)
         except OSError as error:
-            _log.warning("The cut that was found cannot be stored in `%s`: %s", self._file, error)
+            _log.warning(
+                "The cut that was found cannot be stored in `%s`, so the next run will search "
+                "again: %s",
+                self._file,
+                error,
+            )
 
     def _all(self) -> dict[str, object]:
         if self._file is None:

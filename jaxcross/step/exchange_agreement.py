@@ -251,7 +251,7 @@ class ExchangeAgreement:
         at = [f"call {number}" for number in calls]
         if len(set(functions)) > 1:
             steps = [f"{function}, {call}" for function, call in zip(functions, at, strict=True)]
-            meant = " Functions that are meant to be one step need the same name on all ranks."
+            meant = " Functions that are meant to be the same step need the same name on all ranks."
             raise ExchangeError(step_mismatch("the script", steps) + meant * (set(calls) == {"1"}))
         if len(set(signatures)) > 1:
             raise ExchangeError(signature_mismatch(name, signatures))

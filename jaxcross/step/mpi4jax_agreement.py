@@ -198,8 +198,8 @@ class UnitAgreement:
                 raise ExchangeError(
                     f"`{self.program.name}` uses two communicators of ranks "
                     f"{dict(call.params)['ranks']} that ranks cannot tell apart, on rank {rank} at "
-                    f"{call.source}. Give each a name, the same on all ranks: "
-                    '`comm.Set_name("halo")`.'
+                    f"{call.source}. Give each communicator a different name, and use the same "
+                    'names on all ranks: `comm.Set_name("halo")`.'
                 )
 
 

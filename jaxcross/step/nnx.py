@@ -122,8 +122,8 @@ def _split(
         if holds_objects((value,), {}):
             raise ValueError(
                 f"static argument {in_words(place)} of `{step.__name__}` holds NNX objects, whose "
-                "arrays cannot be static. Do not make it static: objects are split for the step, "
-                "and what is static in them stays static."
+                "arrays cannot be static. Do not make the argument static: jaxcross splits the "
+                "objects for the step, and treats their static parts as static."
             )
     split, split_kwargs = nnx.to_tree(_without(args, kwargs, static), ctxtag=step)
     return _with(split, args, static), _with_named(split_kwargs, kwargs, static)

@@ -75,13 +75,16 @@ class Profile:
         self._check_numbers("host_s", (self.host_s,))
         self._check_numbers("mbps", () if self.mbps is None else (self.mbps,))
         if not 1 <= self.ranks <= _schema.MOST:
-            raise ValueError(f"`ranks` of `{self.name}` must be from 1 to 2**63 - 1")
+            raise ValueError(
+                f"`ranks` of `{self.name}` must be from 1 to 2**63 - 1, got {self.ranks!r:.60}"
+            )
         if len(self.seconds) != len(self.graph.kinds):
             raise ValueError(
-                f"`{self.name}` has {len(self.graph.kinds)} segments and {len(self.seconds)} times"
+                f"`seconds` of `{self.name}` must have one time per segment, but it has "
+                f"{len(self.graph.kinds)} segments and {len(self.seconds)} times"
             )
         if not self.seconds:
-            raise ValueError(f"`{self.name}` has no segments")
+            raise ValueError(f"`graph` of `{self.name}` must have at least one segment, got none")
 
     def _check_numbers(self, field: str, numbers: Sequence[float]) -> None:
         what = f"`{field}` of `{self.name}`"
@@ -131,7 +134,7 @@ class Profile:
         facts = next((job for job in report.jobs if job.name == name), None)
         if facts is None:
             raise ValueError(
-                f"the report has no job `{name}`; it has "
+                f"the report has no job `{name}`; its jobs are "
                 f"{', '.join(job.name for job in report.jobs)}"
             )
         if len(report.jobs) > 1 and not report.rounds.in_turn:
@@ -140,10 +143,16 @@ class Profile:
                 "alone. Run it alone, or in turn."
             )
         if facts.program is None:
-            raise ValueError(f"the report has no program of `{name}`")
+            raise ValueError(
+                f"the report has no program of job `{name}`, because the job has not made a step "
+                "with exchanges. Measure a run in which it has"
+            )
         graph = StepGraph.from_data(facts.program.get("graph"))
         if facts.program["steps"] < MOST * facts.steps:
-            raise ValueError(f"the steps of `{name}` ran several programs: a profile is of one")
+            raise ValueError(
+                f"the steps of job `{name}` ran several programs, but a profile describes a single "
+                "one. Measure a run in which all arguments of the step keep their shapes and types"
+            )
         seconds, host_s = segment_times(report.spans, name, graph)
         return cls(
             name=name,
@@ -178,13 +187,13 @@ class Profile:
             ValueError: `pieces` is below 1, or the step doesn't have exactly one exchange.
         """
         if pieces < 1:
-            raise ValueError(f"a step is cut into at least 1 piece, got {pieces}")
+            raise ValueError(f"`pieces` of `cut_evenly` must be at least 1, got {pieces}")
         if pieces == 1:
             return self
         if len(self.graph.collectives) != 1:
             raise ValueError(
-                f"`{self.name}` has {len(self.graph.collectives)} exchanges: only a step with one "
-                "is cut evenly"
+                f"`{self.name}` has {len(self.graph.collectives)} exchanges, but only a step with "
+                'exactly one can be cut evenly. Measure the step with `cut="whole"`'
             )
         (exchange,) = self.graph.collectives
         kinds = self.graph.kinds
@@ -302,7 +311,8 @@ def segment_times(
         on_rank[rank].append(found)
     if min((len(found) for found in on_rank.values()), default=0) < MIN_STEPS:
         raise ValueError(
-            f"the run of `{name}` has fewer than {MIN_STEPS} whole steps: a profile needs more"
+            f"the run of job `{name}` has fewer than {MIN_STEPS} whole steps on some rank, but a "
+            "profile needs that many. Measure a longer run"
         )
     seconds = []
     for index, kind in enumerate(graph.kinds):

@@ -82,9 +82,9 @@ def check_hashable(name: str, static: Sequence[StaticValue]) -> None:
         except TypeError as error:
             raise ValueError(
                 f"static argument {in_words(place)} of `{name}` cannot be hashed: it is or holds a "
-                f"`{kind.__name__}` ({error}). What was compiled is found by the values of static "
-                "arguments: pass something hashable (a tuple, a frozen dataclass), or arrays as an "
-                "argument that is not static."
+                f"`{kind.__name__}` ({error}). Compiled steps are looked up by the values of their "
+                "static arguments, so pass something hashable (a tuple, a frozen dataclass), or "
+                "pass arrays as an argument that is not static."
             ) from None
 
 
@@ -135,8 +135,8 @@ def check_leaves(name: str, leaves: Sequence[object], args: PyTree, kwargs: PyTr
         if type(leaf) is not ArrayImpl:
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 raise TypeError(
-                    f"`{name}` is called with a `jax.ShapeDtypeStruct`, which has no values: give "
-                    f"it arrays. `{name}.trace(...)` takes types."
+                    f"`{name}` is called with a `jax.ShapeDtypeStruct`, which has no values. Pass "
+                    f"arrays, or call `{name}.trace(...)`, which takes types."
                 )
             if isinstance(leaf, Tracer):
                 raise TypeError(

@@ -181,7 +181,7 @@ def crossover(
         )
     if isinstance(step, Step):
         raise TypeError(
-            f"`{step.__name__}` is a crossover step already: give its function, "
+            f"`{step.__name__}` is a crossover step already. Pass its function to `crossover`, "
             f"`{step.__name__}.step`."
         )
     name = step_name(step)
@@ -193,7 +193,8 @@ def crossover(
     given = cut if isinstance(cut, list | tuple) else (cut,)
     if any(isinstance(each, Profile) for each in given):
         raise ValueError(
-            f"cut is {cut!r:.60}: to cut by profiles, pass `jaxcross.plan.cut(profiles)`"
+            f"`cut` cannot be a profile or hold profiles, got {cut!r:.60}. To cut by profiles, "
+            "pass `jaxcross.plan.cut(profiles)`"
         )
     donated = select(step, name, "donate", numbers=donate_argnums, names=donate_argnames)
     static = select(step, name, "static", numbers=static_argnums, names=static_argnames)
@@ -267,10 +268,10 @@ class Step(Generic[P, R]):
         else:
             if jit_disabled():
                 raise CutError(
-                    f"`{self.__name__}` was called under `jax.disable_jit()`: a crossover step "
-                    "exists as executables only, cut from its trace. Call it outside, and look at "
-                    "values inside by `jax.debug.print`; without exchanges the function itself can "
-                    "run under `disable_jit`. "
+                    f"`{self.__name__}` was called under `jax.disable_jit()`, but a crossover step "
+                    "only runs compiled. Call it outside `disable_jit`. To look at values inside "
+                    "it, use `jax.debug.print`. If its function has no exchanges, you can also "
+                    "call that function under `disable_jit`. "
                     "See docs/reference/limits.md#the-step."
                 )
             # Flax NNX objects need separate treatment. Searching the arguments for them takes
@@ -280,8 +281,8 @@ class Step(Generic[P, R]):
                 if skips:
                     raise CutError(
                         f"`{self.__name__}` changes NNX objects in place, and a job with "
-                        '`nonfinite="skip"` must be able to give back the state before the step. '
-                        "Let it take and return what `nnx.split` gives. "
+                        '`nonfinite="skip"` must be able to restore the state before the step. '
+                        "Write the step so that it takes and returns what `nnx.split` returns. "
                         "See docs/howto/nonfinite.md#what-skip-needs."
                     )
                 return nnx.call(self, args, kwargs)

@@ -256,8 +256,8 @@ def check_profiles(profiles: Sequence[Profile], program: Program, ranks: int) ->
         if profile.ranks != ranks:
             raise CutError(
                 f"The profile `{profile.name}` was measured on {profile.ranks} ranks, and "
-                f"`{program.name}` runs on {ranks}. Give the profile of a run on as many ranks, or "
-                "a number of segments as `cut`."
+                f"`{program.name}` runs on {ranks}. Pass a profile of a run on {ranks}, or a "
+                "number of segments as `cut`."
             )
         if (
             measured
@@ -266,6 +266,6 @@ def check_profiles(profiles: Sequence[Profile], program: Program, ranks: int) ->
         ):
             raise CutError(
                 f"The profile `{profile.name}` is of a step that exchanges {measured} bytes "
-                f"({human_bytes(measured)}), and `{program.name}` exchanges {exchanged}. It is of "
-                "another step: measure this one, or give a number of segments as `cut`."
+                f"({human_bytes(measured)}), and `{program.name}` exchanges {exchanged}, so it "
+                "must be of another step. Measure this step, or pass a number of segments as `cut`."
             )

@@ -135,8 +135,8 @@ class Coordinator:
             ):
                 raise JobError(
                     f"Trial `{trial.name}` was pruned at step {trial.step} before the restart, and "
-                    "the pruner would let it continue now. Use the same pruner and version of "
-                    "Optuna as before, or another folder."
+                    "the pruner would let it continue now. Use the same pruner and the same "
+                    "version of Optuna as before, or start a new sweep in another folder."
                 )
 
     @property
@@ -214,8 +214,9 @@ class Coordinator:
             # NaN is the only value that isn't equal to itself. Treat NaNs as equal.
             if known and known[0] != value and not (known[0] != known[0] and value != value):
                 text = (
-                    "Trial `%s` logged %r after step %d, but %r before a restart, so it is not "
-                    "repeatable. The earlier value is used."
+                    "Trial `%s` logged %r after step %d, but %r before a restart, so its training "
+                    "is not repeatable. The earlier value is used. Look for randomness without a "
+                    "fixed seed."
                 )
                 _log.warning(text, self._log.trials[number].name, value, step, known[0])
             self._log.value(number, step, nth, value)
@@ -233,7 +234,10 @@ class Coordinator:
 
     def _check_disk(self) -> None:
         if self._log.error is not None:  # a checkpoint after these values would lose them
-            raise JobError(f"What trials logged cannot be written: {self._log.error}.")
+            raise JobError(
+                f"The values that trials logged cannot be written to the folder of the sweep: "
+                f"{self._log.error}. Start the same command again once the disk works."
+            )
 
     def give_up(self, error: Exception) -> bool:
         """Ends the sweep with an error and returns True, unless a trial has logged the metric."""

@@ -108,7 +108,8 @@ class TrialLog:
         found = {path.name for path in self._folder.iterdir()}
         if found - FILES and "sweep.json" not in found:
             raise ValueError(
-                f"`{self._folder}` contains files that are not of a sweep. Name an empty folder."
+                f"`{self._folder}` contains files that do not belong to a sweep. Name an empty "
+                "folder."
             )
         self._file = (self._folder / "trials.jsonl").open("a+")
         if not lock(self._file):
@@ -121,19 +122,20 @@ class TrialLog:
         if "sweep.json" not in found:
             if self._read():
                 raise ValueError(
-                    f"`{self._folder}` has trials and no `sweep.json`. Name an empty folder."
+                    f"`{self._folder}` has trials but no `sweep.json`, so the sweep cannot be "
+                    "resumed. Name an empty folder."
                 )
             self.write()
             return settings
         try:
             before = json.loads((self._folder / "sweep.json").read_text())
             if before["format"] != FORMAT:
-                raise ValueError("another format")
+                raise ValueError(f"it has format {before['format']!r:.60}, not {FORMAT}")
             earlier = before["settings"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"`{self._folder / 'sweep.json'}` is not of a sweep ({error}). Name an empty "
-                "folder."
+                f"`{self._folder / 'sweep.json'}` does not belong to a sweep of this version of "
+                f"jaxcross ({error}). Name an empty folder."
             ) from None
         self._read()
         return earlier
@@ -238,7 +240,8 @@ class TrialLog:
                 self._take(json.loads(line))
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"`{self._file.name}` is damaged in line {n} ({error}). Nothing was changed."
+                    f"`{self._file.name}` is damaged in line {n} ({error}). Nothing was changed. "
+                    "Restore the file from a copy, or name another folder."
                 ) from None
         self._file.truncate(len(whole.encode()) + bool(whole))
         return bool(whole)

@@ -202,7 +202,10 @@ def _mode(
 ) -> Literal["max", "min"]:
     if isinstance(search, Optuna):
         if mode not in (None, search.mode):
-            raise ValueError(f"`mode` is `{mode}`, but the study's direction says `{search.mode}`.")
+            raise ValueError(
+                f"`mode` is `{mode}`, but the study's direction says `{search.mode}`. Leave `mode` "
+                "out, or make a study with the other direction."
+            )
         return search.mode
     if mode is None:
         raise ValueError(
@@ -234,15 +237,15 @@ def _open(
         if before != earlier["earlier_trials"]:
             raise ValueError(
                 f"The study had {earlier['earlier_trials']} trials when the sweep in "
-                f"`{settings.folder}` began, and has {before}. Pass it as it was, or name another "
-                "folder."
+                f"`{settings.folder}` began, and has {before} now. Pass the study with its "
+                "original trials, or name another folder."
             )
     for trial in log.trials.values():
         if known and trial.parameters != known[trial.number]:
             raise ValueError(
-                f"Trial {trial.number} of the sweep in `{settings.folder}` has "
-                f"{dict(trial.parameters)}, and now {dict(known[trial.number])}. Start it with the "
-                "same `search`, or name another folder."
+                f"Trial {trial.number} of the sweep in `{settings.folder}` has the parameters "
+                f"{dict(trial.parameters)}, but `search` now gives it {dict(known[trial.number])}. "
+                "Start the sweep with the same `search` as before, or name another folder."
             )
 
     def make(fixed: Mapping[int, Parameters]) -> Search:
@@ -280,7 +283,8 @@ def _run(
     while agenda := _agenda(trials, world, coordinator):
         if agenda == before:
             raise InternalError(
-                f"the trials {[each['name'] for each in agenda]} do not come to an end"
+                f"a run of the sweep has ended none of its trials "
+                f"{[each['name'] for each in agenda]}. This is a bug in jaxcross, please report it."
             )
         before = agenda
         checkpoints = settings.checkpoint_folder and Checkpoints(settings.checkpoint_folder, keep=1)
@@ -301,7 +305,7 @@ def _run(
                 if runner.report is None or not any(job.status in _FAILED for job in runner.jobs):
                     raise
                 if coordinator is not None and coordinator.error is None:
-                    _log.warning("A trial failed, the others continue: %s", error)
+                    _log.warning("A trial failed, but the others continue: %s", error)
             # A job that has ended normally may also have an error, e.g. if its replicas differ at
             # the end.
             wrong = wrong or next(
@@ -395,7 +399,7 @@ def _result(
     failed = [each for each in found if each.status == "failed"]
     if len(failed) == len(found):
         error = JobError(
-            f"All {len(found)} trials of the sweep failed. The first: {failed[0].error}"
+            f"All {len(found)} trials of the sweep failed. The first error: {failed[0].error}"
         )
         for other in failed[1:MAX_ERRORS_SHOWN]:
             error.add_note(f"Trial `{other.name}`: {other.error}")

@@ -82,10 +82,15 @@ class Choices:
             )
         found = tuple(checked(each, number) for number, each in enumerate(self.choices))
         if not found:
-            raise ValueError("`choices` of `Choices` is empty, so that there is no trial to run.")
+            raise ValueError(
+                "`choices` of `Choices` is empty, so there is no trial to run. Give at least one "
+                "dict of parameters."
+            )
         twice = _twice(found)
         if twice is not None:
-            raise ValueError(f"`choices` of `Choices` has the trial {twice} twice.")
+            raise ValueError(
+                f"`choices` of `Choices` has the trial {twice} twice. Remove one of the two."
+            )
         object.__setattr__(self, "choices", found)
         _check_pruner("Choices", self.pruner)
 
@@ -178,7 +183,8 @@ class Optuna:
             )
         if len(self.study.directions) != 1:
             raise ValueError(
-                f"The study has {len(self.study.directions)} objectives; a sweep has one metric."
+                f"`study` of `Optuna` must have one objective, because a sweep has one metric, got "
+                f"{len(self.study.directions)} objectives."
             )
         if not callable(self.space):
             object.__setattr__(self, "space", _distributions(self.space))
@@ -284,7 +290,7 @@ def _drawn(search: Draws, trials: int) -> list[Parameters]:
     if trials > len(found):
         raise ValueError(
             f"`trials` is {trials}, but the number of combinations in `space` of `Draws` is "
-            f"{len(found)}, and none is drawn twice."
+            f"{len(found)}, and none is drawn twice. Pass fewer `trials`, or give more values."
         )
     # Shuffle all combinations before taking the first few, so that the order doesn't depend on
     # `trials`. A sweep that's restarted with more trials then begins with the same ones.
@@ -314,10 +320,15 @@ def _checked_values(what: str, values: Any) -> dict[str, tuple[Any, ...]]:
         found[name] = tuple(_checked_value(f"A value of `{name}` in {what}", one) for one in each)
         twice = _twice(found[name])
         if twice is not None:
-            raise ValueError(f"{what} has the value {twice} of `{name}` twice.")
+            raise ValueError(
+                f"{what} has the value {twice} of `{name}` twice. Remove one of the two."
+            )
     if not found or not all(found.values()):
         without = next((f" for `{name}`" for name, each in found.items() if not each), "")
-        raise ValueError(f"{what} has no values{without}, so that there is no trial to run.")
+        raise ValueError(
+            f"{what} has no values{without}, so there is no trial to run. Give at least one value "
+            "for each parameter."
+        )
     return found
 
 
@@ -394,9 +405,9 @@ def _checked_value(what: str, value: Any) -> Any:
         same = False
     if not same:
         raise TypeError(
-            f"{what} is {shortened(repr(plain), 100)}: parameters are sent to other ranks, and "
-            "kept in a file. Use texts, finite numbers, booleans, None, lists and dicts, and make "
-            "other objects of them in the training function."
+            f"{what} is {shortened(repr(plain), 100)}, but parameters must be plain data, because "
+            "they are sent to other ranks and kept in a file. Use texts, finite numbers, booleans, "
+            "None, lists and dicts, and create other objects from them in the training function."
         )
     return plain
 

@@ -28,7 +28,10 @@ def main(arguments: list[str]) -> int:
     # directly.
     train = runpy.run_path(str(script), run_name=script.stem).get("train")
     if train is None:
-        raise ValueError(f"`{script}` has no function `train(job, ...)`.")
+        raise ValueError(
+            f"`{script}` has no function `train(job, ...)`. Define it at the top level of the "
+            "script."
+        )
     world = _world()
     result = sweep(
         train,

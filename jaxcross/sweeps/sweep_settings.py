@@ -70,12 +70,14 @@ class SweepSettings:
             name = differing[0]
             raise ValueError(
                 f"The sweep in `{self.folder}` began with `{name}` {earlier.get(name)!r}, not "
-                f"{mine[name]!r}. Start it as before, or name another folder."
+                f"{mine[name]!r}. Start the sweep with the same `{name}` as before, or name "
+                "another folder."
             )
         if self.trials < earlier.get("trials", 0):
             raise ValueError(
-                f"The sweep in `{self.folder}` began with {earlier['trials']} trials, and can have "
-                f"more but not fewer, got {self.trials}."
+                f"The sweep in `{self.folder}` began with {earlier['trials']} trials, and a "
+                f"restart can have more but not fewer, got {self.trials}. Pass at least as many, "
+                "or name another folder."
             )
 
 
@@ -100,10 +102,13 @@ def check_metric(metric: Any, mode: Any) -> None:
     """
     if not isinstance(metric, str):
         raise TypeError(
-            f"`metric` must be the name under which trials log it, as `accuracy`, got {metric!r}."
+            f"`metric` must be the name under which trials log it, such as `accuracy`, got "
+            f"{metric!r}."
         )
     if not metric:
-        raise ValueError("`metric` is empty: name what trials log, as `accuracy`.")
+        raise ValueError(
+            "`metric` is empty. Pass the name under which trials log it, such as `accuracy`."
+        )
     if mode not in (None, "max", "min"):
         raise ValueError(f"`mode` must be `max` or `min`, got {mode!r}.")
 

@@ -346,9 +346,10 @@ class TrialObserver:
         )
         if returned and not earlier and self._engine.evaluations.provide(self.metric):
             error = JobError(
-                f"Trial `{self.job.name}` is to be compared by `{self.metric}`, which its "
-                f"evaluation `{evaluation}` after step {self.job.step} has not returned. It "
-                f"returned: {quoted(names) or 'nothing'}."
+                f"Trial `{self.job.name}` is to be compared by `{self.metric}`, but its evaluation "
+                f"`{evaluation}` after step {self.job.step} has not returned that metric. It "
+                f"returned: {quoted(names) or 'nothing'}. Return `{self.metric}`, or compare the "
+                "trials by another `metric`."
             )
             self._trials.give_up(self, error)
             raise error
@@ -367,9 +368,9 @@ class TrialObserver:
         """
         if self._late is not None and step > self._late:
             raise JobError(
-                f"Trial `{self.job.name}` logged `{self.metric}` after it had saved its state, at "
-                f"step {self._late}: a restart between the two would lose the value. Call "
-                "`job.log` before `job.save`."
+                f"Trial `{self.job.name}` logged `{self.metric}` of step {self._late} after it had "
+                "saved the state of that step, so a restart between the two would lose the value. "
+                "Call `job.log` before `job.save`."
             )
         if step == self._saved:
             self._late = step
@@ -414,8 +415,8 @@ class TrialObserver:
                 {name for _, metrics in job.history for name, _ in flatten_metrics(metrics)}
             )
             error = JobError(
-                f"Trial `{job.name}` has come to its end and never logged `{self.metric}`, by "
-                f"which trials are compared. It logged: {quoted(names) or 'nothing'}. Call "
+                f"Trial `{job.name}` has ended but never logged `{self.metric}`, by which trials "
+                f"are compared. It logged: {quoted(names) or 'nothing'}. Call "
                 f"`job.log({{{self.metric!r}: ...}})`, on rank 0 at least."
             )
             self._trials.give_up(self, error)

@@ -118,13 +118,15 @@ def step_cost(model: Transformer, batch: int, length: int) -> Cost:
     """
     if any(jnp.dtype(kind) != jnp.float32 for kind in (model.dtype, model.param_dtype)):
         raise ValueError(
-            f"The model computes in `{model.dtype}` and keeps `{model.param_dtype}`, but costs are "
-            "those of float32: sums of 16 bits travel otherwise. Clone it with dtype=jnp.float32, "
+            f"The model computes in `{model.dtype}` and keeps its parameters in "
+            f"`{model.param_dtype}`, but `step_cost` only knows the cost of float32, because "
+            "16-bit sums are exchanged differently. Clone the model with dtype=jnp.float32, "
             "param_dtype=jnp.float32."
         )
     if batch < 1 or length < 1:
         raise ValueError(
-            f"A step of {batch} sequences of {length} tokens computes nothing: both count from 1."
+            f"`batch` and `length` of `step_cost` must be at least 1, got {batch} sequences of "
+            f"{length} tokens."
         )
     # Trace the model's initialisation, just so that the model raises its own errors.
     partition(model.clone(layers=1), jax.ShapeDtypeStruct((batch, length), jnp.int32))

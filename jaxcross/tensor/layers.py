@@ -102,8 +102,8 @@ class Dense(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.cut not in ("column", "row"):
             raise ValueError(
-                f"`cut` of a dense layer is `{self.cut!r}`: choose `'column'` for a block's first "
-                "layer, `'row'` for its last."
+                "`cut` of a dense layer must be 'column', for a block's first layer, or 'row', for "
+                f"its last, got {self.cut!r}."
             )
         mesh = self.mesh
         column = self.cut == "column"
@@ -239,7 +239,7 @@ class Embedding(nn.Module):
         if length > self.positions:
             raise ValueError(
                 f"Sequences of {length} tokens are longer than the {self.positions} positions of "
-                "the embedding. Cut them, or make `positions` larger."
+                "the embedding. Shorten them, or increase `positions`."
             )
         return x + self.places[:length].astype(self.dtype)
 

@@ -44,8 +44,9 @@ def cross_entropy(
         if given is not None and given.shape != logits.shape[:-1]:
             raise ValueError(
                 f"The {name} have shape {given.shape}, but this rank's logits are those of "
-                f"{logits.shape[:-1]} tokens. On the mesh {mesh.axes} a batch is cut over "
-                f"{mesh.batch or 'no axis'}: cut {name} as the tokens are (`mesh.local_batch`)."
+                f"{logits.shape[:-1]} tokens. On the mesh {mesh.axes}, a batch is sharded over "
+                f"{mesh.batch or 'no axis'}. Shard the {name} like the tokens, with "
+                "`mesh.local_batch`."
             )
     x = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if weights is not None:

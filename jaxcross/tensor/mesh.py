@@ -83,13 +83,14 @@ class Mesh:
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(
-                    f"`{name}` of the mesh is `{size!r}`: it counts ranks and must be an integer "
-                    "from 1."
+                    f"`{name}` of the mesh must be a whole number of ranks, at least 1, got "
+                    f"`{size!r}`."
                 )
         if self.tensor > 1 and self.side * self.depth > 1:
             raise ValueError(
-                f"The mesh has {self.tensor} ranks along `tensor` and a grid of side {self.side} "
-                f"and depth {self.depth}. Choose 1-D (`tensor`) or 2-D and 2.5-D (`side`, `depth`)."
+                f"The mesh has both {self.tensor} ranks along `tensor` and a grid of side "
+                f"{self.side} and depth {self.depth}. Choose one of them: `tensor` for 1-D, or "
+                "`side` and `depth` for 2-D and 2.5-D."
             )
 
     @property
@@ -156,7 +157,8 @@ class Mesh:
         """
         if role not in _LINE:
             raise ValueError(
-                f"There is no role `{role!r}` of a parameter: choose one of {', '.join(_LINE)}."
+                f"The role of a parameter must be one of {', '.join(map(repr, _LINE))}, got "
+                f"{role!r}."
             )
         if self.side > 1:
             return _GRID[role]
@@ -181,9 +183,9 @@ class Mesh:
             parts = math.prod(self._sizes()[a] for a in named((axes,)))
             if length % parts:
                 raise ValueError(
-                    f"{what} of shape {tuple(shape)} cannot be cut: dimension {dim} has length "
+                    f"{what} of shape {tuple(shape)} cannot be sharded: dimension {dim} has length "
                     f"{length}, which is no multiple of the {parts} ranks along {_names(axes)}. "
-                    "Pad it, or choose another mesh."
+                    "Pad it, or choose a different mesh."
                 )
         padded = [*spec, *[None] * (len(shape) - len(spec))]
         return tuple(n // self.size(named((axes,))) for n, axes in zip(shape, padded, strict=True))
@@ -232,8 +234,8 @@ class Mesh:
         def rows(path: jax.tree_util.KeyPath, leaf: ArrayT) -> ArrayT:
             if not np.ndim(leaf):
                 raise ValueError(
-                    f"The batch's `{jax.tree_util.keystr(path)}` is a number, of which ranks "
-                    "cannot each take their rows. Leave it out, or give it a first dimension."
+                    f"The batch's `{jax.tree_util.keystr(path)}` is a scalar, so it has no rows "
+                    "to divide among the ranks. Leave it out, or give it a first dimension."
                 )
             return self.part(leaf, (self.batch or None,), rank)
 
@@ -250,7 +252,7 @@ class Mesh:
         """
         if not 0 <= rank < self.ranks:
             raise ValueError(
-                f"There is no rank {rank} on a mesh of {self.ranks} ranks, {self.axes}."
+                f"`rank` must be from 0 to {self.ranks - 1} on the mesh {self.axes}, got {rank}."
             )
         sizes = self._sizes()
         return {
@@ -314,9 +316,9 @@ class Mesh:
         wrong = [a for a in named(spec) if a in foreign]
         if wrong:
             raise ValueError(
-                f"{what} is cut over {quoted(wrong)} by its spec, but the mesh has "
-                f"{quoted(self.axes)}: the spec is another mesh's. Take it from `partition` of a "
-                "model with this mesh."
+                f"{what} has a spec over {quoted(wrong)}, but the mesh has the axes "
+                f"{quoted(self.axes)}, so the spec belongs to a different mesh. Take it from "
+                "`partition` of a model with this mesh."
             )
 
     def as_whole(self) -> Mesh:

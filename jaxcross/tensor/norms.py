@@ -70,10 +70,7 @@ def clip_by_global_norm(max_norm: float, specs: PyTree, mesh: Mesh) -> optax.Gra
         ValueError: `max_norm` isn't positive.
     """
     if not max_norm > 0:
-        raise ValueError(
-            f"`max_norm` of `clip_by_global_norm` is {max_norm!r}: a norm that is allowed is "
-            "positive."
-        )
+        raise ValueError(f"`max_norm` of `clip_by_global_norm` must be above 0, got {max_norm!r}.")
 
     def init(params: optax.Params) -> optax.OptState:
         del params

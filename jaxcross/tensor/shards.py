@@ -242,25 +242,25 @@ def check_replicas(spread: PyTree, *, batch: bool = False) -> None:
             continue
         several = len(ranks) > 1
         how = (
-            f"{'those' if several else 'that'} of rank{'s' * several} {', '.join(map(str, ranks))} "
-            f"{'are' if several else 'is'} up to {float(apart.max()):g} apart from that of the "
-            "first rank which holds the same part"
+            f"rank{'s' * several} {', '.join(map(str, ranks))} differ{'s' * (not several)} by up "
+            f"to {float(apart.max()):g} from the first rank that holds the same part"
         )
         raise ValueError((_different_rows if batch else _unequal)(jax.tree_util.keystr(path), how))
 
 
 def _unequal(path: str, how: str) -> str:
     return (
-        f"The parts of `{path}` that several ranks hold are not equal: {how}. Steps would drift "
-        "apart. Initialise every rank from one key, or from one checkpoint."
+        f"The copies of `{path}` on different ranks are not equal: {how}. The ranks would drift "
+        "apart. Initialise every rank from the same key, or from the same checkpoint."
     )
 
 
 def _different_rows(path: str, how: str) -> str:
     return (
-        f"The rows of the batch's `{path}` that several ranks compute together are not equal: "
-        f"{how}. Losses would be equal and wrong: along `tensor` and `col` ranks share their rows. "
-        "Draw the same global batch on every rank, and pass `mesh.local_batch(global rows, rank)`."
+        f"The copies of the batch's `{path}` on different ranks are not equal: {how}. Since ranks "
+        "along `tensor` and `col` compute the same rows together, their losses would be equal but "
+        "wrong. Draw the same global batch on every rank, and pass "
+        "`mesh.local_batch(global rows, rank)`."
     )
 
 
@@ -268,7 +268,8 @@ def _mesh_of(model: nn.Module) -> Mesh:
     mesh = getattr(model, "mesh", None)
     if not isinstance(mesh, Mesh):
         raise TypeError(
-            f"`{type(model).__name__}` has no field `mesh` that is a `jaxcross.tensor.Mesh`."
+            f"`{type(model).__name__}` must have a field `mesh` of type `jaxcross.tensor.Mesh`, "
+            f"got {mesh!r:.60}."
         )
     return mesh
 

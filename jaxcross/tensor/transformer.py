@@ -50,7 +50,7 @@ class Attention(nn.Module):
         features = x.shape[-1] * mesh.size(mesh.hidden)
         if features % self.heads:
             raise ValueError(
-                f"{features} features cannot be shared by {self.heads} heads: choose a divisor."
+                f"`heads` must divide the number of features, {features}, got {self.heads}."
             )
         (heads,) = mesh.block(
             (self.heads,), mesh.spec("inner"), "The heads of an attention layer, an array"

@@ -122,8 +122,8 @@ def _equation(
         )
     if inside and name not in INLINED:
         raise ExchangeError(
-            f"An exchange inside `{name}` cannot be reached, at {compat.source_of(eqn)}. "
-            "Move it out of that transformation."
+            f"An exchange inside `{name}` is not supported, at {compat.source_of(eqn)}. Move the "
+            "exchange out of that transformation."
         )
     if inside:
         return _evaluate(inside[0], values, mesh, connect)

@@ -86,8 +86,8 @@ def carrier(dtype: Any) -> np.dtype:
     plain = np.dtype(dtype) if not jnp.issubdtype(dtype, jax.dtypes.extended) else None
     if plain is None or plain.kind not in "biufc" or plain.itemsize > 16:
         raise ExchangeError(
-            f"An exchange of `{dtype}` cannot be made: MPI has no such element type. Convert it "
-            "first, as with `astype(jnp.int8)`."
+            f"Arrays of type `{dtype}` cannot be exchanged, because MPI has no such element type. "
+            "Convert the array before the exchange, for example with `x.astype(jnp.int8)`."
         )
     return plain
 

@@ -57,7 +57,7 @@ class RankGrid:
         """
         where = [self._position(a) for a in axes]
         if len(set(where)) != len(where):
-            raise ValueError(f"An axis is named twice in {tuple(axes)!r}.")
+            raise ValueError(f"An exchange must name each axis once, got {tuple(axes)!r}.")
         ranks = np.arange(math.prod(self.shape)).reshape(self.shape)
         line = ranks[tuple(slice(None) if i in where else c for i, c in enumerate(self.coords))]
         kept = sorted(where)
@@ -69,7 +69,8 @@ class RankGrid:
             if mine in members:
                 return tuple(flat[i] for i in members)
         raise ValueError(
-            f"No group of `axis_index_groups`={groups!r} holds position {mine} of {tuple(axes)!r}."
+            f"`axis_index_groups` must contain each index over {tuple(axes)!r}, but {mine} is "
+            f"missing, got {groups!r}."
         )
 
     def _position(self, axis: str) -> int:
@@ -94,20 +95,23 @@ def axis_sizes(axes: str | Mapping[str, int]) -> dict[str, int]:
         return {axes: -1}
     if not isinstance(axes, Mapping):
         raise TypeError(
-            f'`axes` is `{axes!r}`: it is one name, such as "batch", for an axis over all ranks, '
-            'or a mapping of names to sizes, such as {"batch": -1}.'
+            '`axes` must be one name, such as "batch", for an axis over all ranks, or a mapping of '
+            f'names to sizes, such as {{"batch": -1}}, got `{axes!r}`.'
         )
     if not axes:
-        raise ValueError("A mesh needs at least one axis.")
+        raise ValueError(f"`axes` must contain at least one axis, got `{axes!r}`.")
     for name, n in axes.items():
         if not isinstance(name, str) or not is_whole(n) or (n < 1 and n != -1):
             raise ValueError(
-                f"Axis {name!r} has size {n!r}: a size is 1 or more, or -1 for what is left. Names "
-                "are strings, sizes are whole numbers."
+                "`axes` must map strings to whole numbers, 1 or more, or -1 for the "
+                f"remaining ranks, got size {n!r} for axis {name!r}."
             )
     free = [name for name, n in axes.items() if n == -1]
     if len(free) > 1:
-        raise ValueError(f"Only one axis may be -1, but {', '.join(map(repr, free))} are.")
+        raise ValueError(
+            f"Only one size in `axes` may be -1, got -1 for {', '.join(map(repr, free))}. Give the "
+            "size of all but one of them."
+        )
     return {name: int(n) for name, n in axes.items()}
 
 

@@ -202,8 +202,8 @@ def _recognise_mpi(eqn: compat.Equation) -> tuple[Exchange, ...] | None:
     source = compat.source_of(eqn, outside="mpi4jax/_src")
     if not comm:  # `MPI.COMM_NULL` is falsy
         raise ExchangeError(
-            f"`mpi4jax.{op}` goes over `MPI.COMM_NULL`, at {source}: this rank is not a member of "
-            "that communicator (`Split` gives it none for the color `MPI.UNDEFINED`), or it was "
+            f"`mpi4jax.{op}` is called with `MPI.COMM_NULL`, at {source}: this rank is no member "
+            "of that communicator (`Split` gives it none for the color `MPI.UNDEFINED`), or it was "
             "freed. Make the call on members only."
         )
     found: list[tuple[str, Any]] = [("ranks", world_ranks(comm))]

@@ -27,8 +27,8 @@ def check_interval(environ: Mapping[str, str]) -> int:
     text = environ.get(VARIABLE, "").strip() or "1"
     if not (text.isdecimal() and int(text) >= 1):
         raise ValueError(
-            f"`{VARIABLE}` in the environment must be a whole number of at least 1, the calls of "
-            f"steps from one comparison of the ranks to the next, got {text!r}."
+            f"`{VARIABLE}` in the environment must be a whole number of at least 1, such as 20 to "
+            f"compare the ranks on every 20th call of a step, got {text!r}."
         )
     return int(text)
 
@@ -90,7 +90,7 @@ class ExchangeOwner:
         refusal = JobError(
             "A run is in progress in this process, and two at once would mix up their messages. "
             "Add these jobs to its runner (`runner.add(name, fn)`, on every rank), or run them "
-            "after it. A job calls its step itself."
+            "after it. Inside a job, call the step directly, without another runner."
         )
         if not self._run.acquire(blocking=False):
             raise refusal
@@ -103,9 +103,9 @@ class ExchangeOwner:
             theirs, other = self._in_step()
             self._run.release()
             raise JobError(
-                f"A run was to begin in thread `{threading.current_thread().name}` while thread "
-                f"`{other}` is in `{theirs}`: the run's messages would be mixed with that step's. "
-                "Begin the run after it, or make that thread's work a job of the runner "
+                f"A run can't start in thread `{threading.current_thread().name}` while thread "
+                f"`{other}` is running `{theirs}`, because their messages would be mixed up. Start "
+                f"it after `{theirs}` has ended, or make that thread's work a job of the runner "
                 "(`runner.add(name, fn)`, on every rank)."
             )
         self._caller = (threading.get_ident(), "runner.run()")
@@ -122,10 +122,10 @@ class ExchangeOwner:
             theirs, other = self._in_step()
             raise JobError(
                 f"`{name}` was called from thread `{threading.current_thread().name}` while thread "
-                f"`{other}` is in `{theirs}`. Ranks meet in the order of the calls, and which of "
-                "two threads calls first may differ between them: one step's sums would be mixed "
-                "with the other's. Call steps from one thread, or make the threads' work jobs of a "
-                "`jaxcross.Runner`, which agrees on an order."
+                f"`{other}` is running `{theirs}`. Exchanges match up between ranks by the order "
+                "of the calls, and which of two threads calls first may differ between ranks, so "
+                "one step's sums could be mixed up with the other's. Call steps from one thread, "
+                "or make the threads' work jobs of a `jaxcross.Runner`, which agrees on an order."
             )
         # Only check this once we hold the lock. Until the other thread releases it, its step can
         # still fail in the middle of its exchanges and set `broken_step`.
@@ -133,9 +133,9 @@ class ExchangeOwner:
             self._step.release()
             raise ExchangeError(
                 f"`{name}` cannot exchange: `{self.broken_step}` failed halfway on this rank. "
-                "Other ranks may be in the rest of its exchanges, and what comes now would be "
-                "mixed with them. Restart all ranks. A job of a `jaxcross.Runner` that fails "
-                "leaves on all ranks at once."
+                "Other ranks may still be in the rest of its exchanges, which would be mixed up "
+                "with the exchanges of this call. Restart all ranks. To avoid this, make the loop "
+                "a job of a `jaxcross.Runner`: a job that fails leaves on all ranks at once."
             )
         self._caller = (threading.get_ident(), name)
         return _releasing(self._step)
@@ -168,10 +168,10 @@ class ExchangeOwner:
         thread = threading.current_thread()
         if self.in_run and thread not in self.job_threads:
             raise JobError(
-                f"`{step}` was called from thread `{thread.name}`, which is not a job of the "
-                "runner that is in progress. Its exchanges would have no place in the order that "
-                "all ranks share. Call it in a job's own function (`runner.add(name, fn)`), not in "
-                "a thread started there, or before or after `runner.run()`. "
+                f"`{step}` was called from thread `{thread.name}`, which doesn't belong to any job "
+                "of the running runner, so its exchanges have no place in the order that all ranks "
+                "share. Call it directly in a job's function (`runner.add(name, fn)`) rather than "
+                "in a thread started there, or before or after `runner.run()`. "
                 "See docs/reference/limits.md#jobs."
             )
 

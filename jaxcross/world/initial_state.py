@@ -28,10 +28,10 @@ def check_equal(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
             such leaf.
     """
     hint = (
-        "Build it from the same seed on every rank. If each rank is to have its own value of a "
-        "leaf, such as a dropout key, name it: `job.restore(state, rank_local=...)`, or "
-        "`jaxcross.Job(..., rank_local=...)`. `mode='local'` lets each rank keep all of its "
-        "values; `mode='broadcast'` takes rank 0's."
+        "Build the state from the same seed on every rank. If a leaf is supposed to differ, such "
+        "as a dropout key, name it with `job.restore(state, rank_local=...)` or "
+        "`jaxcross.Job(..., rank_local=...)`. With `mode='local'`, each rank keeps all of its "
+        "values; with `mode='broadcast'`, all ranks take rank 0's."
     )
     _compare(_gathered(_digest, state, comm, rank_local), hint=hint)
     _check_arrays(state)
@@ -53,7 +53,8 @@ def broadcast(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
     """
     _compare(
         _gathered(_form, state, comm, rank_local),
-        hint="Only values can be broadcast: make the trees alike first.",
+        hint="Only values can be broadcast, so build a state with the same tree, shapes and types "
+        "on every rank.",
     )
     _check_arrays(state)
     failures: list[Exception] = []
@@ -103,7 +104,10 @@ def _gathered(
         raise failure
     for rank, (_, trouble) in enumerate(every):
         if trouble:
-            raise ExchangeError(f"Rank {rank} cannot read its state: {trouble}")
+            raise ExchangeError(
+                f"Rank {rank} cannot read its state, which all ranks have to compare. Fix this "
+                f"error there: {trouble}"
+            )
     return [leaves for leaves, _ in every]
 
 
@@ -113,18 +117,18 @@ def _compare(all_ranks: list[list[tuple[str, str]]], *, hint: str) -> None:
         for (path, mine), (theirs_path, theirs) in zip(first, other, strict=False):
             if path != theirs_path:
                 raise ExchangeError(
-                    f"The state's tree differs between ranks 0 and {rank}: `{path}` there, "
-                    f"`{theirs_path}` here. {hint}"
+                    f"The state's tree differs between ranks 0 and {rank}, first at `{path}` on "
+                    f"rank 0 and `{theirs_path}` on rank {rank}. {hint}"
                 )
             if mine != theirs:
                 raise ExchangeError(
-                    f"The state differs between ranks 0 and {rank}, first at `{path}`: {mine} and "
-                    f"{theirs}. Training would diverge silently. {hint}"
+                    f"The state differs between ranks 0 and {rank}, first at `{path}`: {mine} on "
+                    f"rank 0, and {theirs} on rank {rank}. Training would diverge silently. {hint}"
                 )
         if len(other) != len(first):
             raise ExchangeError(
-                f"The state's tree differs between ranks 0 and {rank}: {len(first)} and "
-                f"{len(other)} leaves. {hint}"
+                f"The state's tree differs between ranks 0 and {rank}: it has {len(first)} leaves "
+                f"on rank 0, and {len(other)} on rank {rank}. {hint}"
             )
 
 

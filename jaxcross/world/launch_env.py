@@ -62,8 +62,8 @@ def check_launch(launch: LaunchedRanks | None, *, world_size: int, vendor: str) 
         return
     if launch.variable.startswith("SLURM"):
         remedy = (
-            "start with `srun --mpi=pmix` (or `--mpi=pmi2`), as `srun --mpi=list` offers, or with "
-            "`mpirun`"
+            "start the ranks with `srun --mpi=pmix` or `srun --mpi=pmi2`, whichever `srun "
+            "--mpi=list` offers, or with `mpirun`"
         )
     else:
         remedy = (

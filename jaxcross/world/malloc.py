@@ -26,9 +26,9 @@ def advice(environ: Mapping[str, str], *, libc: str, accelerators: int) -> str |
     if accelerators or libc != "glibc" or environ.get("GLIBC_TUNABLES"):
         return None
     return (
-        "On CPUs, each step gets its memory from the kernel again, which takes a quarter of "
-        "ResNet-50's time on a virtual machine. To keep the memory, start the ranks by `jaxcross "
-        "launch`, or with "
+        "On CPUs, glibc returns a step's memory to the kernel, and the next step has to get it "
+        "back, which takes a quarter of ResNet-50's time on a virtual machine. To keep the memory, "
+        "start the ranks with `jaxcross launch`, or set "
         f"GLIBC_TUNABLES={_TUNABLES}"
     )
 

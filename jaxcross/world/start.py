@@ -127,13 +127,14 @@ def initialize(
             raise ValueError(
                 "jaxcross is initialised already, with "
                 f"`stall_timeout_s={started.stall_timeout_s}` and "
-                f"`heartbeat_timeout_s={started.heartbeat_timeout_s}`: it cannot change to "
-                f"{stall_timeout_s} and {heartbeat_timeout_s}. Give them to the first call."
+                f"`heartbeat_timeout_s={started.heartbeat_timeout_s}`, which cannot change to "
+                f"{stall_timeout_s} and {heartbeat_timeout_s} any more. Pass them to the first "
+                "call of `initialize`."
             )
         if wire not in (None, started.over):
             raise ValueError(
-                f"jaxcross is initialised already, with `wire={started.over!r}`: it cannot change "
-                f"to {wire!r}. Give it to the first call."
+                f"jaxcross is initialised already, with `wire={started.over!r}`, which cannot "
+                f"change to {wire!r} any more. Pass it to the first call of `initialize`."
             )
         return started
     worker = world_of_worker(os.environ, _make_world)
@@ -176,9 +177,9 @@ def _start(
     check_launch(launch, world_size=size, vendor=vendor)
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise ExchangeError(
-            "MPI does not allow calls from several threads (`MPI_THREAD_MULTIPLE`). The exchange "
-            "lane and the watchdog are threads. Use an MPI built with it, and leave "
-            "`mpi4py.rc.thread_level` at 'multiple'."
+            "MPI does not allow calls from several threads (`MPI_THREAD_MULTIPLE`), but jaxcross "
+            "calls it from the threads of the exchange lane and the watchdog. Use an MPI that is "
+            "built with this support, and leave `mpi4py.rc.thread_level` at 'multiple'."
         )
     hooks = ExceptionHooks(rank, size)
     hooks.install()
@@ -407,7 +408,13 @@ def _flight_recorder(processes: list[process.ProcessId], rank: int, folder: str)
         try:
             flight.record_to(folder)
         except OSError as error:  # this may only affect our rank, so keep training
-            _log.warning("rank %d does not record its events: %s", rank, error)
+            _log.warning(
+                "rank %d does not record its events in `%s`, but training continues: %s. Set "
+                "`JAXCROSS_EVENTS` to a folder that it can write to.",
+                rank,
+                folder,
+                error,
+            )
     return flight
 
 

@@ -84,8 +84,8 @@ def limit_text(rank: str, size: int, limit_s: float) -> str:
 
 START_CHECKS = (
     "Check, with `jaxcross doctor --hosts A,B`, that no firewall is between the hosts (MPI uses "
-    "any TCP port), that each host's name means the same address on all hosts (`getent hosts "
-    "NAME`), and which network interface MPI takes: name the one that the hosts share by "
+    "any TCP port), and that each host's name means the same address on all hosts (`getent hosts "
+    "NAME`). If MPI uses the wrong network interface, name the one that the hosts share, with "
     "`UCX_NET_DEVICES=eth0` (MPICH with UCX), `FI_TCP_IFACE=eth0` (MPICH with libfabric) or "
     "`OMPI_MCA_btl_tcp_if_include=eth0` (Open MPI)."
 )

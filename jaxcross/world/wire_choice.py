@@ -69,6 +69,6 @@ def check_equal(wires: Sequence[WireLibrary], reasons: Sequence[str] = ()) -> No
         )
         raise ExchangeError(
             f"Ranks would exchange by different libraries: {found}{why and f' ({why})'}. Choose "
-            'one on every rank: by `initialize(wire="mpi4py")`, which all of them can use, or by '
-            f"the variable `{VARIABLE}`."
+            'the same one on every rank, with `initialize(wire="mpi4py")`, which works on all of '
+            f"them, or with the environment variable `{VARIABLE}`."
         )

@@ -52,9 +52,9 @@ _TALKING = (
 )  # the fields of a world that can communicate
 _PACKAGE = str(Path(__file__).parents[1])
 _REMEDY = (
-    "Workers must not train: put what trains under `if __name__ == '__main__':`. "
-    "`jaxcross.initialize()` may stay at the top of the script, a worker gets the rank's numbers "
-    "from it. "
+    "Workers must not train: put the code that trains under `if __name__ == '__main__':`. "
+    "`jaxcross.initialize()` may stay at the top of the script; in a worker, it returns the rank's "
+    "numbers without starting MPI. "
     "See docs/howto/data.md#use-worker-processes."
 )
 
@@ -102,10 +102,11 @@ def world_of_worker(environ: Mapping[str, str], make_world: Callable[..., World]
         )
     if _is_subprocess(environ, text):
         raise ExchangeError(
-            "`jaxcross.initialize()` was called in a process that a rank has started: it has the "
-            "rank's launcher variables but is not a rank, and MPI would fail. Pass it `world.rank` "
-            "and `world.size` as arguments if it needs no more; for a run of its own start it "
-            "without the variables whose names begin with `PMI`, `PMIX` or `OMPI_`."
+            "`jaxcross.initialize()` was called in a process that a rank has started. This process "
+            "has the rank's launcher variables but is not a rank, so MPI would fail. If it only "
+            "needs `world.rank` and `world.size`, pass them as arguments. If it should train on "
+            "its own, start it without the environment variables whose names begin with `PMI`, "
+            "`PMIX` or `OMPI_`."
         )
     return None
 
@@ -132,7 +133,7 @@ class Refusal:
         if name.startswith("__"):
             raise AttributeError(name)
         what = (
-            f"a worker process of rank {self._rank} came to {_users_line()}, which exchanges with "
+            f"a worker process of rank {self._rank} reached {_users_line()}, which exchanges with "
             "other ranks"
         )
         if _imports_script() and self._notify(what):
@@ -174,7 +175,9 @@ def _listen(world: World) -> int:
         abort_everywhere(
             f"jaxcross: {what}; all {world.size} ranks end. `multiprocessing` imports the script "
             f"again in every worker, unless it forks. {_REMEDY}",
-            AbortReason(text=f"{what}: put what trains under `if __name__ == '__main__':`"),
+            AbortReason(
+                text=f"{what}: put the code that trains under `if __name__ == '__main__':`"
+            ),
             world._watchdog.notify,
         )
 

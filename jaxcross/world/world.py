@@ -274,6 +274,8 @@ class World:
         from jaxcross.world.initial_state import broadcast, check_equal
 
         if mode not in ("check", "broadcast"):
-            raise ValueError(f"`mode` is {mode!r}: use 'check' or 'broadcast'.")
+            raise ValueError(
+                f"`mode` of `broadcast_or_check` must be 'check' or 'broadcast', got {mode!r:.60}."
+            )
         with self.monitor(job="", step=0, segment=-1, what="state check"):
             return (check_equal if mode == "check" else broadcast)(state, self._base, rank_local)

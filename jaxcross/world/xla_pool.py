@@ -61,7 +61,7 @@ def plan_pool(
         return {}
     raise ExchangeError(
         f"JAX started before `jaxcross.initialize()`, with a CPU pool of {size} threads where "
-        f"{MINIMUM} are needed. A waiting exchange holds a thread, and the ranks would "
+        f"{MINIMUM} are needed. A waiting exchange occupies a thread, so the ranks would "
         "deadlock. Call `jaxcross.initialize()` before the first JAX array or `jax.devices()`, or "
         f"set `{variable or 'PJRT_NPROC'}={wanted}`. "
         "See docs/reference/limits.md#the-step."

@@ -38,16 +38,16 @@ def test_steps_jobs_and_reports_need_no_extra() -> None:
             "import jaxcross.data",
             ("grain", "cv2"),
             (
-                "`jaxcross.data` needs `grain`, `cv2`, not installed here. Remedy: `pip install "
-                "'jaxcross[data]'`."
+                "`jaxcross.data` needs `grain`, `cv2`, which are not installed here. Remedy: `pip "
+                "install 'jaxcross[data]'`."
             ),
         ),
         (
             "from jaxcross.report.gantt import draw_gantt; draw_gantt(None, None)",
             ("matplotlib",),
             (
-                "a picture of a run needs `matplotlib`, not installed here. Remedy: `pip install "
-                "'jaxcross[plot]'`."
+                "a picture of a run needs `matplotlib`, which is not installed here. Remedy: `pip "
+                "install 'jaxcross[plot]'`."
             ),
         ),
     ],
@@ -72,7 +72,8 @@ def test_a_command_names_its_extra_in_one_line(
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"jaxcross {command[0]}")
     assert line.endswith(
-        f"needs `{missing}`, not installed here. Remedy: `pip install 'jaxcross[{extra}]'`."
+        f"needs `{missing}`, which is not installed here. Remedy: `pip install "
+        f"'jaxcross[{extra}]'`."
     )
 
 

@@ -47,7 +47,7 @@ def test_links_print_their_latency_and_equal_ones_print_alike():
 
 
 def test_a_rate_is_finite():
-    with pytest.raises(ValueError, match="^a link needs a rate above 0"):
+    with pytest.raises(ValueError, match="^`mbps` of a `Link` must be above 0"):
         Link(float("inf"))
 
 

@@ -171,7 +171,8 @@ class Cache:
         except OSError as error:
             _log.warning(
                 f"The data cache's level `{name}` in `{folder}` stays off, since its files cannot "
-                f"be made: {error}. Training reads more from slower levels."
+                f"be created: {error}. Training continues, and reads more from slower levels. Make "
+                "sure that the folder can be written and has enough space, and start again."
             )
             return None
 
@@ -188,7 +189,12 @@ class Cache:
         try:
             base = self._base(origin, name)
         except OSError as error:
-            _log.warning(f"The data cache in `{self.folder}` keeps nothing of `{name}`: {error}.")
+            _log.warning(
+                f"The data cache in `{self.folder}` keeps no records of `{name}`, since its files "
+                f"cannot be updated: {error}. Training continues, and reads all of them from the "
+                "data set. Make sure that the folder can be written and has enough space, and "
+                "start again."
+            )
             levels = replace(levels, images=None, memory=None, disk=None)
         return CachedSplit(
             levels,
@@ -285,7 +291,10 @@ def _memory_folder(folder: Path, wanted: str | Path | None) -> Path:
     parent = Path(wanted).expanduser().resolve() if wanted is not None else SHARED_MEMORY
     if not parent.is_dir():
         if wanted is not None:
-            raise FileNotFoundError(f"`memory_folder` `{parent}` does not exist.")
+            raise FileNotFoundError(
+                f"`memory_folder` `{parent}` does not exist. Name an existing folder, or leave "
+                "`memory_folder` out."
+            )
         parent = Path(tempfile.gettempdir())
     return (
         parent
@@ -301,19 +310,21 @@ def _claim_folder(folder: Path, memory: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise type(error)(f"The cache folder `{folder}` cannot be made: {error}.") from error
+        raise type(error)(
+            f"The cache folder `{folder}` cannot be created: {error}. Choose a different folder."
+        ) from error
     found = read_json(folder / MARKER)
     if found and found.get("format") != FORMAT:
         raise ValueError(
-            f"`{folder}` is a cache of another version of jaxcross. Remove it, or choose another "
-            "folder."
+            f"`{folder}` is a cache of another version of jaxcross. Remove it, or choose a "
+            "different folder."
         )
     if not found and any(
         path.name != MARKER and not path.name.startswith(".") for path in folder.iterdir()
     ):
         raise ValueError(
-            f"`{folder}` holds other files, and not a cache. Choose an empty folder; nothing was "
-            "written."
+            f"`{folder}` holds other files rather than a cache, so nothing was written to it. "
+            "Choose an empty folder."
         )
     if found.get("memory") != str(memory):
         write_json(folder / MARKER, {"format": FORMAT, "memory": str(memory)})

@@ -68,7 +68,10 @@ class Passes:
     def _records(self, epoch: int) -> Iterator[int]:
         for position in range(epoch * self._length, (epoch + 1) * self._length):
             if self._closed:
-                raise RuntimeError("the stream was closed")
+                raise RuntimeError(
+                    "The stream of batches was closed while its order was computed. Close it only "
+                    "when no more batches are needed."
+                )
             yield self.record_at(position)
 
     def close(self) -> None:
@@ -156,7 +159,10 @@ class Feed:
         if self._error is not None:
             raise self._error
         if not was_read:
-            raise RuntimeError("The stream of batches was closed while a record was read.")
+            raise RuntimeError(
+                "The stream of batches was closed while a record was read. Close it only when no "
+                "more batches are needed."
+            )
         # Someone has taken this record already, so read it again in this thread.
         record = self._passes.record_at(position)
         return Arrival(record, *self._split.read(record))

@@ -196,8 +196,9 @@ class RemoteOrigin(Origin):
             except ValueError as error:
                 raise ValueError(
                     f"Records {indices} of the shard `{self._shards[shard].path}` cannot be "
-                    f"decoded: {error}. The file is damaged, or it changed since the cache learnt "
-                    "its index: prepare it again under another name, or use an empty cache folder."
+                    f"decoded: {error}. The file is damaged, or it changed since the cache read "
+                    "its index. Prepare it again under a different name, or use an empty cache "
+                    "folder."
                 ) from error
             for place, blob in zip(places, blobs, strict=True):
                 found[place] = blob
@@ -231,8 +232,8 @@ class RemoteOrigin(Origin):
         missing = [path for path, size in zip(paths, sizes, strict=True) if not size]
         if missing:
             raise FileNotFoundError(
-                f"The shard `{missing[0]}` is missing or empty, or its server does not tell its "
-                "size."
+                f"The shard `{missing[0]}` is missing or empty, or its server does not report "
+                "its size. Copy the data set again, or use a different server."
             )
         blocks = self._ranges(
             [(s, max(0, size - BLOCK_BYTES), size) for s, size in zip(new, sizes, strict=True)]
@@ -264,7 +265,8 @@ class RemoteOrigin(Origin):
         except ValueError as error:
             raise ValueError(
                 f"The shard `{self._shards[shard].path}` cannot be read by byte ranges: {error}. "
-                "Is it an ArrayRecord file, as `tfds` and `jaxcross data synth` write it?"
+                "It must be an ArrayRecord file, as `tfds` and `jaxcross data synth` write it. If "
+                "it is one, copy it again."
             ) from error
 
     def _ranges(self, wanted: Sequence[tuple[int, int, int]]) -> list[bytes]:
@@ -305,8 +307,8 @@ class RemoteOrigin(Origin):
                     kind = type(error)
                 raise kind(
                     f"Reading {_named(paths)} failed{f' {attempt} times' if attempt > 1 else ''}: "
-                    f"{type(error).__name__}: {error}. Training "
-                    "resumes from its data position once the storage answers."
+                    f"{type(error).__name__}: {error}. Start "
+                    "again once the storage answers: training resumes from its data position."
                 ) from error
         return None
 

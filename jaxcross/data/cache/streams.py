@@ -160,8 +160,10 @@ class Streams:
             table, withdraw = self._shared(name, records)
         except OSError as error:
             _log.warning(
-                f"The data cache cannot announce a stream in `{self._folder}`: {error}. Other "
-                "processes will not know what this one needs next, and may drop it."
+                f"The data cache cannot announce a stream in `{self._folder}`: {error}. So "
+                "other processes don't know which records this one needs next, and may drop them. "
+                "Training continues, but may read more from slower levels. Make sure that the "
+                "folder can be written and has enough space, and start again."
             )
             table = _StreamFile(np.zeros(HEADER, np.int64), np.empty(records, np.int64))
             self._private[name] = table

@@ -128,7 +128,7 @@ def test_deleted_best_state_is_reported(tmp_path, caplog):
     train(2, tmp_path, best="max", keep=1, after=7, save_every=1)
     shutil.rmtree(next((tmp_path / "a").glob("*06-*")))
     train(2, tmp_path, best="max", keep=1, save_every=1)
-    assert "its best state, of step 6, is lost" in caplog.text
+    assert "the checkpoint of its best state, of step 6, is gone" in caplog.text
     assert best_of(tmp_path)[1] == 10
 
 
@@ -159,9 +159,9 @@ def test_load_refuses_what_is_not_there(tmp_path, saved):
     for rank in range(2):
         state, step = jaxcross.load_checkpoint(saved, "a", like, rank=rank)
         assert step == 8 and (state["residual"] == 2 * rank * (1 - 2**-9)).all()
-    with pytest.raises(JobError, match="there is no rank 2"):
+    with pytest.raises(JobError, match="`rank` must be from 0 to 1, got 2"):
         jaxcross.load_checkpoint(saved, "a", like, rank=2)
-    with pytest.raises(JobError, match="of another model. What differs: .*residual"):
+    with pytest.raises(JobError, match="by another model .* What differs: .*residual"):
         jaxcross.load_checkpoint(saved, "a", LIKE)
 
 

@@ -83,7 +83,7 @@ def test_a_file_too_many_is_no_part_of_it(saved, whole, tmp_path, caplog):
     shutil.copytree(saved, folder := tmp_path / "copy")
     (newest(folder) / "rank-0000/state/d/more").write_text("")
     assert min(train(2, folder, own=True)[0]["a"][2]) == 7
-    assert "is not a part of it" in "".join(resumes(caplog))
+    assert "does not belong to the checkpoint" in "".join(resumes(caplog))
 
 
 def test_what_was_half_written_is_not_used(saved, whole, tmp_path, caplog):
@@ -138,7 +138,7 @@ def test_rank_with_an_empty_disk_does_not_start_over(tmp_path):
     shutil.rmtree(tmp_path / "0")
     with pytest.raises(
         JobError,
-        match=rf"none of them is intact.*`{before[-1]}`: on rank 0, nothing of it is there",
+        match=rf"none of them is intact.*`{before[-1]}`: on rank 0, all of its files are missing",
     ):
         train(2, lambda rank: tmp_path / str(rank), own=True)
     assert names(tmp_path / "1") == before

@@ -63,7 +63,7 @@ def test_a_folder_in_use_is_refused_on_every_rank(tmp_path, other):
         runner.add("a", loop, {"step": make_step(world), "data": [1.0]})
         with pytest.raises(
             JobError,
-            match=f"process {other[1].pid} on this host is training with it now: wait until",
+            match=f"process {other[1].pid} on this host is using it for training now: wait",
         ):
             runner.run()
 

@@ -111,7 +111,8 @@ def test_a_restart_has_the_same_jobs(by, tmp_path, caplog):
             "of its newest checkpoint, and not a step more"
         )
     assert (
-        sum("was stopped in an earlier run, and stays so" in text for text in resumes(caplog)) == 2
+        sum("was stopped in an earlier run, and stays stopped" in text for text in resumes(caplog))
+        == 2
     )
 
 
@@ -184,7 +185,7 @@ def test_invalid_stored_submissions_are_skipped(tmp_path, caplog):
     (folder / "jobs.json").write_text(json.dumps({"jobs": list(strange), "submitted": strange}))
     (got, _), _ = train(folder, by="none")
     assert got.keys() == {"first", "endless", "rests"}
-    assert sum("cannot be understood" in text for text in resumes(caplog)) == 12, (
+    assert sum("submission cannot be used" in text for text in resumes(caplog)) == 12, (
         "six, on each rank"
     )
     assert not [path for path in folder.iterdir() if path.name not in {*got, "jobs.json"}]

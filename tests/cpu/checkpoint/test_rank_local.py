@@ -164,7 +164,8 @@ def test_leaves_are_named_by_a_key_or_the_beginning_of_a_path():
     assert named_leaves({}, []) == []
     for part in ("para", "'w'", ".params['"):
         with pytest.raises(
-            ValueError, match="^`rank_local` names .* in the path of no leaf.* leaves are `.step`, "
+            ValueError,
+            match="^`rank_local` names .* which no leaf has in its path.* leaves are `.step`, ",
         ):
             named_leaves(state, ["mu", part])
 

@@ -57,11 +57,16 @@ def test_another_version_is_refused(tmp_path):
 def test_checkpoints_of_another_job_are_refused(tmp_path):
     train(1, tmp_path, names="b", steps=3)
     (tmp_path / "b").rename(tmp_path / "a")
-    refused(1, tmp_path, "none of them is intact any more.*is of a job `b`")
+    refused(1, tmp_path, "none of them is intact any more.*belongs to a job `b`")
 
 
 def test_a_job_restores_once_and_before_it_saves(tmp_path):
-    refused(1, tmp_path, "restores twice", fn=lambda job, **_: [job.restore({}), job.restore({})])
+    refused(
+        1,
+        tmp_path,
+        "has called `job.restore` twice",
+        fn=lambda job, **_: [job.restore({}), job.restore({})],
+    )
     refused(1, tmp_path, "has not called `job.restore`", fn=lambda job, **_: job.save({"w": 1}))
 
 
@@ -75,7 +80,7 @@ def test_only_what_a_restart_could_use_is_saved(tmp_path, caplog):
     refused(
         2,
         tmp_path,
-        r"cannot save this state, on rank 0: it is not like .* it has a leaf `\['more'\]`",
+        r"cannot save this state, on rank 0: it does not have .* it has a leaf `\['more'\]`",
         fn=fn,
     )
     refused(2, tmp_path, "texts", fn=lambda job, **_: job.restore({"w": "text"}))
@@ -147,7 +152,7 @@ def test_ranks_must_want_the_same_checkpoints(tmp_path):
      ({"directory": 3}, TypeError, (
          "`directory` of the checkpoints must be the path of a folder, got 3"
      )),
-     ({"directory": ""}, ValueError, "`directory` of the checkpoints is empty")],
+     ({"directory": ""}, ValueError, "`directory` of the checkpoints must .* an empty text")],
 )  # fmt: skip
 def test_settings_that_make_no_sense(arguments, kind, said):
     with pytest.raises(kind, match=f"^{said}"):
@@ -203,7 +208,7 @@ def test_parts_on_other_ranks_disks_are_refused(tmp_path):
     """The nodes come in a different order. Starting from scratch would lose a night's training."""
     train(3, lambda rank: tmp_path / str(rank), own=True, steps=8)
     with pytest.raises(
-        JobError, match="that of rank 0 on rank 1's disk, that of rank 1 on rank 0's disk"
+        JobError, match="rank 0's part is on rank 1's disk, rank 1's part is on rank 0's disk"
     ):
         train(3, lambda rank: tmp_path / str((1, 0, 2)[rank]), own=True)
     whole, again = train(3, None, own=True), train(3, lambda rank: tmp_path / str(rank), own=True)

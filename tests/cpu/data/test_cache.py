@@ -277,12 +277,12 @@ def test_a_folder_with_other_files_is_refused(folder, tmp_path):
     before = tree(folder)
     with pytest.raises(
         ValueError,
-        match="holds other files, and not a cache. Choose an empty folder; nothing was writ",
+        match="holds other files rather than a cache, so nothing was written to it. Choose",
     ):
         Cache(folder, disk_bytes=10**6)
     with (
         Cache(folder / "inside", disk_bytes=10**6) as cache,
-        pytest.raises(ValueError, match="lies in the data set's. Choose one outside of it"),
+        pytest.raises(ValueError, match="is inside the data set's folder `.*`. Choose one outside"),
     ):
         open_records(folder, cache=cache)
     for path in sorted((folder / "inside").rglob("*"), reverse=True):

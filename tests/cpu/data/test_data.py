@@ -215,7 +215,7 @@ def test_bad_image(jpeg: bytes) -> None:
 def test_bad_arguments(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"^`batch_size` must be at least 1, not 0."):
         train_batches(folder, batch_size=0)
-    with pytest.raises(ValueError, match=r"^`rank` 2 is not one of 2 ranks, 0 to 1."):
+    with pytest.raises(ValueError, match=r"^`rank` must be from 0 to 1, since `size` is 2, got 2."):
         train_batches(folder, batch_size=1, rank=2, size=2)
     with pytest.raises(ValueError, match=r"^Give `steps` \(3\) or `epochs` \(1\), not both."):
         train_batches(folder, batch_size=1, steps=3, epochs=1)

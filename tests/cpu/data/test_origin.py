@@ -228,7 +228,7 @@ def test_a_url_of_no_data_set_is_refused(tmp_path, cache):
     ("damage", "error", "message"),
     [
         ("missing", FileNotFoundError, "^Reading `http.*train.* failed 7 times: FileNotFoundError"),
-        ("empty", FileNotFoundError, "is missing or empty, or its server does not tell its size"),
+        ("empty", FileNotFoundError, "is missing or empty, or its server does not report its"),
         ("cut", ValueError, "cannot be read by byte ranges: "),
         (
             "flipped",

@@ -152,9 +152,18 @@ def test_updates_and_sums_have_types_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: accumulate(optax.sgd(0.1), every=0), "`every` of `accumulate` is `0`"),
-        (lambda: accumulate(optax.sgd(0.1), every=2.0), r"`every` of `accumulate` is `2\.0`"),
-        (lambda: accumulate(lambda g: g, every=2), "the optimizer of `accumulate` is"),
+        (
+            lambda: accumulate(optax.sgd(0.1), every=0),
+            "`every` of `accumulate` must be .*, got `0`",
+        ),
+        (
+            lambda: accumulate(optax.sgd(0.1), every=2.0),
+            r"`every` of `accumulate` must be .*, got `2\.0`",
+        ),
+        (
+            lambda: accumulate(lambda g: g, every=2),
+            "the optimizer of `accumulate` must be an optax optimizer",
+        ),
         (
             lambda: accumulate(optax.sgd(0.1), every=2, dtype=jnp.int32),
             "`dtype` of `accumulate` must be a floating",

@@ -52,7 +52,7 @@ def after_two_steps(row: Row, axes: dict[str, int], name: Any) -> Any:
     "row", [pytest.param(row, id=row.name) for row in ROWS if row.name.startswith(ORDERED)]
 )
 def test_one_axis_is_asked_for(row: Row) -> None:
-    with pytest.raises(ValueError, match="one axis"):
+    with pytest.raises(ValueError, match="must be a single axis"):
         after_two_steps(row, NODES, NAMES)
 
 
@@ -81,7 +81,7 @@ def test_two_axes_as_one(row: Row) -> None:
 def test_duplicate_axis_is_rejected_on_construction(make: Any) -> None:
     """An axis named twice is rejected when the exchange is constructed."""
     with pytest.raises(
-        ValueError, match=r"^the axes of an exchange are `\('a', .*'a'\)`, one of them twice"
+        ValueError, match=r"^`axes` of an exchange must name each axis once, got `\('a', .*'a'\)`"
     ):
         make()
 
@@ -104,7 +104,7 @@ def test_sizes_are_left_to_the_step() -> None:
     sized: Any = NODES
     with pytest.raises(
         ValueError,
-        match=r"^the axes of an exchange are `\{'node': 2, 'local': 2\}`: sizes belong to the "
-        r"`axes` of `crossover`.* Write `\('node', 'local'\)`\.$",
+        match=r"^`axes` of an exchange must be names only, got `\{'node': 2, 'local': 2\}`\. "
+        r"Write `\('node', 'local'\)` here\. .* `axes` of `crossover`\.$",
     ):
         exchange.mean(sized)

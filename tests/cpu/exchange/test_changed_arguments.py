@@ -196,12 +196,12 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "bounded_stale, bound": (
         exchange.bounded_stale(SGD, "batch", staleness=2),
         exchange.bounded_stale(SGD, "batch", staleness=1),
-        "`bounded_stale` got a state in which gradients wait in 2 slots",
+        "`bounded_stale` got a state with 2 slots for delayed gradients",
     ),
     "asynchronous, delays": (
         exchange.asynchronous(SGD, "batch", delays=2),
         exchange.asynchronous(SGD, "batch", delays=0),
-        "`asynchronous` got a state in which gradients wait in 3 slots",
+        "`asynchronous` got a state with 3 slots for delayed gradients",
     ),
     "streaming_diloco, fragments": (
         stream(),

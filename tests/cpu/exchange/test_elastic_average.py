@@ -81,5 +81,5 @@ def test_a_pull_of_zero_passes_nothing_on(alpha, beta, bad):
 def test_springs_that_swap_for_ever_are_refused(alpha, beta):
     ranks = round(1 / beta)
     tx = elastic_average(SGD, "batch", every=1, alpha=alpha, beta=beta)
-    with pytest.raises(ValueError, match="swap at every exchange and never converge"):
+    with pytest.raises(ValueError, match="swap in every exchange and never converge"):
         train(tx, starts(ranks), 1)

@@ -196,7 +196,8 @@ def test_element_by_element(
 @BOTH
 def test_across_elements(server: Any, name: str, optimizer: optax.GradientTransformation) -> None:
     text = (
-        rf"^the optimizer of {name} does not work element by element: its updates depend on `\w+`\."
+        rf"^the optimizer of {name} does not work element by element: its updates depend on the "
+        r"result of `\w+`\."
     )
     with pytest.raises(ValueError, match=text):
         server(optimizer)

@@ -102,6 +102,6 @@ def test_selection_by_size_takes_the_largest_both_ways() -> None:
         values, _ = select(x, k)
         np.testing.assert_array_equal(jnp.sort(jnp.abs(values)), jnp.sort(jnp.abs(x))[-k:])
     with pytest.raises(
-        ValueError, match="^`selection` is 'sorted': choose one of 'auto', 'exact', 'threshold'"
+        ValueError, match="^`selection` must be one of 'auto', 'exact', 'threshold', got 'sorted'"
     ):
         top_k(0.1, "batch", selection="sorted")  # type: ignore[arg-type]

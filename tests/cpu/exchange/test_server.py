@@ -40,7 +40,7 @@ def test_a_state_of_another_number_of_ranks_is_refused():
     state = jax.tree.map(lambda x: np.stack([x] * RANKS), state)
     text = (
         r"^the state of `sharded_optimizer` is \[2\] at `\[0\]\.mu\['b'\]`, "
-        r"but must be \[1\] here: it was made with"
+        r"but must be \[1\] here: it was created with"
     )
     with pytest.raises(ValueError, match=text):
         train(sharded_optimizer(optax.adam(0.1), "batch"), parameters(), 1, state=state)
@@ -97,7 +97,7 @@ def test_value_dependent_state_starts_in_the_step():
     tx = sharded_optimizer(starts_from_values(), "batch", ranks=RANKS)
     with pytest.raises(
         ValueError,
-        match=r"^the optimizer of `sharded_optimizer` starts its state from the parameters'",
+        match=r"^the optimizer of `sharded_optimizer` initializes its state from the parameters'",
     ):
         tx.init(parameters())
     _, state = train(tx, parameters(), 1)
@@ -108,7 +108,7 @@ def test_value_dependent_state_starts_in_the_step():
 def test_messages_of_the_sharded_optimizer():
     with pytest.raises(
         ValueError,
-        match=r"^`init` of `sharded_optimizer` runs outside of the step and does not know",
+        match=r"^`init` of `sharded_optimizer` was called outside of a step",
     ):
         sharded_optimizer(optax.sgd(0.1), "batch").init(parameters())
     tx = sharded_optimizer(optax.sgd(0.1), "batch", ranks=2)

@@ -141,23 +141,23 @@ def test_staleness_needs_a_smaller_rate():
     [
         (
             lambda: bounded_stale(optax.sgd(0.1), "batch", staleness=-1),
-            r"^`staleness` of `bounded_stale` is `-1`: it counts and",
+            r"^`staleness` of `bounded_stale` must be a whole number, 0 or more, got `-1`",
         ),
         (
             lambda: asynchronous(optax.sgd(0.1), "batch", delays=-1),
-            r"^`delays` of `asynchronous` are `-1`: they are",
+            r"^`delays` of `asynchronous` must be .*, got `-1`",
         ),
         (
             lambda: asynchronous(optax.sgd(0.1), "batch", delays=[]),
-            r"^`delays` of `asynchronous` are `\[\]`",
+            r"^`delays` of `asynchronous` must be .*, got `\[\]`",
         ),
         (
             lambda: asynchronous(optax.sgd(0.1), "batch", delays=[[1], [1, 2]]),
-            r"^`delays` of `asynchronous` are",
+            r"^`delays` of `asynchronous` must be",
         ),
         (
             lambda: asynchronous(optax.sgd(0.1), "batch", delays=0.5),
-            r"^`delays` of `asynchronous` are `0.5`",
+            r"^`delays` of `asynchronous` must be .*, got `0.5`",
         ),
     ],
 )
@@ -194,7 +194,7 @@ def test_a_state_of_other_delays_is_refused(of, to):
     )
     with pytest.raises(
         ValueError,
-        match=r"^`(bounded_stale|asynchronous)` got a state in which gradients wait in \d ",
+        match=r"^`(bounded_stale|asynchronous)` got a state with \d slots for delayed gradients",
     ):
         step(jnp.ones((2, 2)))
 

@@ -196,15 +196,18 @@ def test_state_is_as_large_as_promised():
 
 
 BAD = (
-    (dict(every=10, fragments=4), r"`every` of `streaming_diloco` is 10 and `fragments` 4"),
+    (
+        dict(every=10, fragments=4),
+        r"`every` of `streaming_diloco` must be .*, got `every=10` and `fragments=4`",
+    ),
     (dict(every=8, fragments=4, delay=3), r"`delay` of `streaming_diloco` is 3, .* = 2 steps"),
-    (dict(delay=-1), "`delay` of `streaming_diloco` is `-1`"),
-    (dict(fragments=0), "`fragments` of `streaming_diloco` is `0`"),
-    (dict(mix=1), "`mix` of `streaming_diloco` is `1`"),
-    (dict(mix="x"), "`mix` of `streaming_diloco` is `'x'`"),
-    (dict(bits=2), "`bits` of `streaming_diloco` is `2`"),
-    (dict(bits=8.0), r"`bits` of `streaming_diloco` is `8\.0`"),
-    (dict(bits=jnp.int32(8)), "`bits` of `streaming_diloco` is `Array"),
+    (dict(delay=-1), "`delay` of `streaming_diloco` must be .*, got `-1`"),
+    (dict(fragments=0), "`fragments` of `streaming_diloco` must be .*, got `0`"),
+    (dict(mix=1), "`mix` of `streaming_diloco` .* must be .*, got `1`"),
+    (dict(mix="x"), "`mix` of `streaming_diloco` .* must be .*, got `'x'`"),
+    (dict(bits=2), "`bits` of `streaming_diloco` .* must be .*, got `2`"),
+    (dict(bits=8.0), r"`bits` of `streaming_diloco` .* must be .*, got `8\.0`"),
+    (dict(bits=jnp.int32(8)), "`bits` of `streaming_diloco` .* must be .*, got `Array"),
 )
 
 
@@ -231,7 +234,8 @@ def traced(tx, params, state=None):
 def test_state_of_other_arguments_is_refused(other):
     params = {"w": jnp.ones((16, 32))}
     with pytest.raises(
-        ValueError, match=r"the state of `streaming_diloco` has .* made with other `fragments`"
+        ValueError,
+        match=r"the state of `streaming_diloco` has .* created with different `fragments`",
     ):
         traced(made(**other), params, made().init(params))
     traced(made(), params, made().init(params))

@@ -64,8 +64,8 @@ def test_who_has_left_beats_on():
             "debugger)."
         )),
         ("running", (
-            "rank 2 is silent for 31 s: its process 7 on host `h` is there, but its interpreter "
-            "does nothing"
+            "rank 2 is silent for 31 s: its process 7 on host `h` is running, but its "
+            "interpreter is blocked"
         )),
         ("unknown", (
             "rank 2 is silent for 31 s: its process 7 on host `h`, that host, or the link to it "

@@ -250,16 +250,16 @@ def communicates_alone(job, world):
         (not_a_number, "evaluation `eval` of step 2 has no number `eval/accuracy`", 2),
         (
             no_evaluation,
-            "needs the metric `eval/accuracy`, and the job has no evaluation that could return it",
+            "needs the metric `eval/accuracy`, but the job has no evaluation that could return it",
             0,
         ),
-        (unlike, r"rank 0 evaluates by .*every\(2, .* rank 1 by .*every\(3, ", 0),
+        (unlike, r"Rank 0 has called .*every\(2, .* rank 1 .*every\(3, ", 0),
         (only_one_evaluates, "different things on different ranks|unequally", 0),
         (no_metrics, "must return a dict of metrics by name, a number or None, got a `str`", 2),
-        (in_the_loop, "call `job.every` before the loop", 0),
+        (in_the_loop, "`job.every` was called after the loop .* Call it before the loop", 0),
         (
             without_batches,
-            "makes its next step but has not run the evaluation `eval` of step 2",
+            "has called its next step before the evaluation `eval` of step 2 could run",
             2,
         ),
         (trains_on, "continues after step 2, where it stopped early", 2),
@@ -302,7 +302,7 @@ def test_checkpoints_need_the_metric_of_the_best(tmp_path):
         ),
         (
             lambda job: job.stop_early("m", mode="min"),
-            "Give one of `patience` and `patience_steps`",
+            "Give exactly one of `patience` and `patience_steps`",
         ),
         (
             lambda job: job.stop_early("m", mode="min", patience=0),

@@ -86,7 +86,9 @@ def test_a_job_before_its_run() -> None:
         assert (job.nonfinite, job.rank_local, job.done.is_set()) == ("skip", ("own",), False)
         assert repr(job) == "<job `a`, not over, after step 0>"
         for request in (job.stop, job.pause, job.resume):
-            with pytest.raises(JobError, match=r"^Job `a` is not running: .* `jaxcross.run` only"):
+            with pytest.raises(
+                JobError, match=r"^Job `a` is not running. .* during `jaxcross.run`"
+            ):
                 request()
         with pytest.raises(ValueError, match="^`nonfinite` of job `a` must be one of 'ignore'"):
             job.nonfinite = "never"  # type: ignore[assignment]
@@ -105,9 +107,9 @@ def test_a_job_shows_what_its_context_shows() -> None:
 
         def look(state: Any) -> None:
             seen.append((job.step, job.state == state, job.status, job.done.is_set()))
-            with pytest.raises(JobError, match=r"call `job.every` before the run, which has begun"):
+            with pytest.raises(JobError, match=r"`job.every` was called after the run had begun"):
                 job.every(1, look)
-            with pytest.raises(JobError, match=r"call `job.stop_early` before the run"):
+            with pytest.raises(JobError, match=r"`job.stop_early` was called after the run"):
                 job.stop_early("eval/x", mode="max", patience=1)
             with pytest.raises(JobError, match=r"`nonfinite` was set after its first step"):
                 job.nonfinite = "skip"
@@ -256,7 +258,7 @@ def test_what_was_set_holds_in_each_run() -> None:
 
 
 def test_an_unknown_option_of_a_run_is_named() -> None:
-    with pytest.raises(TypeError, match="^`run` has no argument `start`; of the options of a run"):
+    with pytest.raises(TypeError, match="^`run` has no argument `start`. The options of a run"):
         run([], start="together")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 
 

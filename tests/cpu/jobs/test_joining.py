@@ -98,7 +98,7 @@ def test_job_missing_on_a_rank_is_an_error_on_all():
         runner.add("a", parent, {"step": make_step(world, "a")})
         with pytest.raises(
             JobError,
-            match=r"^Jobs were added during the run but not on every rank, .*: `b` \(rank 1 of",
+            match=r"^Some jobs were added during the run but never joined it, .*: `b` \(rank 1 of",
         ):
             runner.run()
         assert [job.name for job in runner.report.jobs] == ["a"]  # pyright: ignore[reportOptionalMemberAccess]
@@ -206,9 +206,7 @@ def test_paused_job_takes_no_turn_until_resumed():
 def test_wishes_come_too_early_before_the_run():
     def work(world):
         job = Runner(world).add("a", endless, {"step": None})
-        with pytest.raises(
-            JobError, match=r"^Job `a` is not running: it can be stopped or paused during"
-        ):
+        with pytest.raises(JobError, match=r"^Job `a` is not running. Stop or pause it during"):
             job.stop()
 
     run_ranks(1, work)
@@ -260,24 +258,28 @@ def test_invalid_submission_is_rejected_at_the_call():
         attempt("f", job="x")
         runner.run()
         attempt("f", job="x")
-        with pytest.raises(ValueError, match=r"^`f` is registered already"):
+        with pytest.raises(ValueError, match=r"^A function is already registered as `f`"):
             runner.register("f", print)
         with pytest.raises(TypeError, match=r"^`h` must be a function"):
             runner.register("h", 3)  # type: ignore[arg-type]
         return refused
 
     (refused,) = run_ranks(1, work)
+    too_early = (
+        "Job `x` cannot be submitted now, because the run has not begun or has ended. Submit jobs "
+        "while `runner.run()` runs."
+    )
     beginnings = [
-        "Job `x` cannot be submitted now. Submit jobs while `runner.run()` runs.",
-        "Job `x`: no function is registered as `g`; there are: `f`.",
+        too_early,
+        "Job `x`: no function is registered as `g`. Registered are `f`.",
         "Job `x`: its arguments cannot be sent as JSON: Object of type bytes",
-        "Job `x`: its arguments do not survive JSON: {'data': nan}.",
-        "Job `x`: its arguments do not survive JSON: {'data': {1: 2}}.",
+        "Job `x`: its arguments would change when they are sent as JSON: {'data': nan}.",
+        "Job `x`: its arguments would change when they are sent as JSON: {'data': {1: 2}}.",
         "Job `x`: its submission has 700",
         "`kwargs` of job `x` must be a mapping whose keys are texts, such as `{'lr': 0.1}`, got [(",
         "the name of a job must be a text that is not empty, got ''",
         "There is a job `a` already.",
-        "Job `x` cannot be submitted now. Submit jobs while `runner.run()` runs.",
+        too_early,
     ]
     assert len(refused) == len(beginnings)
     for text, beginning in zip(refused, beginnings, strict=True):
@@ -305,7 +307,7 @@ def test_only_rank_0_submits_registered_functions():
         runner.add("a", parent, {"step": make_step(world, "a")})
         with pytest.raises(
             JobError,
-            match=r"^Job `x` failed on rank 1 after step 0: JobError: rank 1 has registered no `f`",
+            match=r"^Job `x` failed on rank 1 after step 0: JobError: rank 1 has not registered a",
         ):
             runner.run()
         return runner.jobs[0].status

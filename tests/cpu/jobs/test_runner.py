@@ -242,7 +242,7 @@ def test_bad_arguments():
     def work(world):
         runner = Runner(world, Weighted((1, 2)))
         runner.add("a", lambda job: None)
-        with pytest.raises(ValueError, match=r"^`Weighted` has 2 shares, the runner 1 jobs"):
+        with pytest.raises(ValueError, match=r"^`Weighted` has 2 shares, but the run has 1 jobs"):
             runner.run()
         runner = Runner(world)
         with pytest.raises(ValueError, match=r"^A runner without jobs has nothing to run\."):
@@ -272,9 +272,9 @@ def test_bad_arguments():
         with pytest.raises(ValueError, match=r"^`steps` of job `x` must be at least 0, got -1\.$"):
             Job("x", print, None, [], steps=-1)
         runner.run()
-        with pytest.raises(JobError, match=r"^This runner has run\."):
+        with pytest.raises(JobError, match=r"^`runner.run\(\)` was called twice"):
             runner.run()
-        with pytest.raises(JobError, match=r"^Job `c` comes too late"):
+        with pytest.raises(JobError, match=r"^Job `c` was added too late"):
             runner.add("c", lambda job: None)
 
     assert run_ranks(1, work) == [None]

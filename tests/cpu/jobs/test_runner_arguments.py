@@ -80,7 +80,8 @@ def test_a_folder_of_events_that_cannot_be_written_is_named(tmp_path: Path) -> N
 
     def work(world: Any) -> None:
         with pytest.raises(
-            ValueError, match=f"^`events` is `{file / 'events'}`, where this rank cannot write down"
+            ValueError,
+            match=f"^`events` is `{file / 'events'}`, but this rank cannot write its events there",
         ):
             Runner(world, events=file / "events")
 
@@ -205,7 +206,7 @@ class Loaded:
             TypeError,
             (
                 "`step` of job `a` must take `.state, batch.`, got a function of `.state, x, y.`. "
-                "Let each element"
+                "Put everything that a step needs into each element"
             ),
         ),
         (
@@ -290,27 +291,30 @@ async def makes_a_coroutine(job: Any) -> Any:
         (
             lambda: None,
             {},
-            r"Job `a` calls its function as `fn\(job\)`: too many positional arguments\.",
+            r"Job `a` calls its function as `fn\(job\)`, which .*: too many positional arguments\.",
         ),
         (
             lambda job: None,
             {"lr": 1},
-            r"Job `a` calls its function as `fn\(job, lr=...\)`: got an unexpected",
+            r"Job `a` calls its function as `fn\(job, lr=...\)`, which .*: got an unexpected",
         ),
         (
             step,
             {},
-            r"Job `a` calls its function as `fn\(job\)`: missing a required argument: 'batch'\.",
+            (
+                r"Job `a` calls its function as `fn\(job\)`, which its signature does not allow: "
+                r"missing a required argument: 'batch'\."
+            ),
         ),
         (
             makes_a_generator,
             {},
-            "Job `a` needs a function that trains when it is called; this one makes a generator,",
+            "Job `a` needs a function that trains .*, got one that returns a generator,",
         ),
         (
             functools.partial(makes_a_coroutine),
             {},
-            "Job `a` needs a function that trains .* makes a coroutine,",
+            "Job `a` needs a function that trains .*, got one that returns a coroutine,",
         ),
         (lambda job, lr: None, 0.1, "`kwargs` of job `a` must be a mapping .* got 0.1."),
         (lambda job, **_: None, {1: 2}, "`kwargs` of job `a` must be .* texts, .* got {1: 2}."),
@@ -335,7 +339,7 @@ def test_jobs_do_not_share_an_iterator() -> None:
     data = iter([1.0, 2.0])
     with pytest.raises(
         ValueError,
-        match="^`batches` of jobs `a` and `c` are one iterator, .* Give each job its own.$",
+        match="^`batches` of jobs `a` and `c` are the same iterator, .* its own iterator.$",
     ):
         run([Job("a", step, 0.0, data), Job("b", step, 0.0, [1.0]), Job("c", step, 0.0, data)])
 
@@ -345,7 +349,7 @@ def test_numbers_of_steps_may_be_numpys() -> None:
     for wrong in (0, -1, True, "3", 1.5, np.float32(2)):
         with pytest.raises(
             ValueError,
-            match="^`check_replicas` is .* the number of steps from one comparison to the",
+            match="^`check_replicas` must be the number of steps from one comparison to the",
         ):
             checked_interval("`check_replicas`", wrong)
 

@@ -185,7 +185,9 @@ def test_what_closing_the_data_raises_is_logged(monkeypatch):
 
     ((state, message),) = run_ranks(1, work)
     assert state == 1.0
-    assert message.startswith("`close()` of the data given to job.batches raised\nTraceback")
+    assert message.startswith(
+        "`close()` of the data given to job.batches raised an exception, which"
+    )
 
 
 def test_nested_loops_over_batches():

@@ -259,7 +259,7 @@ def test_of_many_failed_jobs_the_first_are_listed():
     (notes,) = run_ranks(1, work)
     assert (
         len(notes) == MAX_ERRORS_SHOWN
-        and notes[-1] == "And 3 more jobs failed: `runner.report` says why."
+        and notes[-1] == "And 3 more failed. For their errors, see `runner.report`."
     )
 
 

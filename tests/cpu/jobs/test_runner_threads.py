@@ -104,8 +104,9 @@ def test_batches_in_another_thread_end_only_that_job(ranks, opened_there):
     for error, bad in failing_loop_results(ranks, start):
         assert re.match(
             r"Job `bad` failed on ranks? [\d, ]+ after step 1: JobError: "
-            r"`job\.batches` of job `bad` was iterated in thread `mine`, not in the job's own: "
-            r"two threads would take each other's answers from the other ranks\.",
+            r"`job\.batches` of job `bad` was iterated in thread `mine` rather than in the job's "
+            r"own thread, where the two threads could receive each other's answers from the other "
+            r"ranks\.",
             str(error),
         )
         assert bad.step == 1
@@ -146,7 +147,7 @@ def test_waits_for_ranks_from_other_thread_are_refused():
 
     (((what, how), (loop_, _)),) = run_ranks(1, work)
     assert (what, loop_) == ("`job.run_on_all_ranks` or `job.restore`", "`job.batches`")
-    assert how.startswith("called in thread `mine`, not in the job's own: two threads would")
+    assert how.startswith("called in thread `mine` rather than in the job's own thread, where")
 
 
 def test_a_step_in_a_thread_that_is_no_job_is_refused():
@@ -174,7 +175,7 @@ def test_a_step_in_a_thread_that_is_no_job_is_refused():
         runner.run()
         assert not owner.in_run
         return caught[0].startswith(
-            "`train_step` was called from thread `mine`, which is not a job of the runner"
+            "`train_step` was called from thread `mine`, which doesn't belong to any job"
         )
 
     assert run_ranks(1, work) == [True]

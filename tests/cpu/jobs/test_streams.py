@@ -192,7 +192,7 @@ def test_training_by_uncounted_calls_is_not_saved(evaluates_first, tmp_path):
                 job.save(state)
                 continue
             first = "evaluate" if evaluates_first else "warm_up"
-            with pytest.raises(JobError, match=f"trains, but steps are the calls of `{first}`"):
+            with pytest.raises(JobError, match=f"only the calls of `{first}` count as steps"):
                 job.save(state)
         return state
 

@@ -81,13 +81,13 @@ def test_a_profile_says_the_cost():
     ("nbytes", "ranks", "message"),
     [
         (4 * 513 * 1024, 4, "the profile of `a` was measured on 4 ranks, and `ranks` is 2"),
-        (4 * 513 * 1024 - 4, 2, "exchanges 2.1 MB, and `params` has 2.1 MB: it is of another step"),
+        (4 * 513 * 1024 - 4, 2, "exchanges 2.1 MB, but `params` has 2.1 MB. So the profile is of"),
         (
             10**7,
             2,
             (
-                "exchanges 10.0 MB, and `params` has 2.1 MB: "
-                "it is of another step, or was not measured"
+                "exchanges 10.0 MB, but `params` has 2.1 MB. "
+                "So the profile is of a different step, or it wasn't measured"
             ),
         ),
     ],
@@ -148,7 +148,8 @@ def test_invalid_costs_are_refused(bad):
 def test_several_axes_are_refused():
     cost = JobCost(name="a", compute_s=1.0, exchange_s=1.0, params=PARAMS)
     with pytest.raises(
-        ValueError, match=r"^`axes` of `choose_compression` are `\('node', 'local'\)`"
+        ValueError,
+        match=r"^`axes` of `choose_compression` must be a single axis, got `\('node', 'local'\)`",
     ):
         choose_compression(1.0, [cost], ("node", "local"), ranks=4)
 

@@ -150,7 +150,7 @@ def test_rank_local_number_in_the_code_is_reported() -> None:
     text = signature_mismatch("step", [on(0), on(1)])
     assert (
         "make different numbers of iterations of a loop" in text
-        and "Pass a rank's own number" in text
+        and "pass them to the step as an argument" in text
     )
 
 

@@ -194,7 +194,7 @@ def test_callback_beside_an_exchange_in_a_cond_loop(acts) -> None:
         return
     with pytest.raises(
         CutError,
-        match="^an exchange and a callback inside one loop inside `cond` cannot be cut at ",
+        match="^an exchange and a callback in the same loop inside `cond` cannot be cut at ",
     ):
         traced(train_step, X)
 
@@ -233,7 +233,7 @@ def test_mutable_array_inside_a_jit_or_a_loop() -> None:
 
 @pytest.mark.parametrize("cut", ["x", 0, -1, 1.5, None, True])
 def test_cut_that_is_none(cut) -> None:
-    wanted = '^cut must be "whole", "auto" or a positive number of exchange segments, not '
+    wanted = '^`cut` must be "whole", "auto" or a positive number of exchange segments, got '
     with pytest.raises(ValueError, match=wanted):
         stages.cut(traced(lambda x: lax.psum(x, "batch"), X), cut)
 

@@ -243,7 +243,8 @@ def test_one_argument_may_be_passed_twice() -> None:
     )
     assert [float(out[0]) for out in results] == [16.0 * (0 + 4), 16.0 * (1 + 9)] * 2
     with pytest.raises(
-        CutError, match=r"takes one argument of the step twice, split by P\('data',?\) and by P\(\)"
+        CutError,
+        match=r"takes the same argument of the step twice, with the specs P\('data',?\) and P\(\)",
     ):
         traced(products(P()), jnp.ones((2, 2)))
 
@@ -260,7 +261,8 @@ def test_constants_lie_whole_on_every_rank() -> None:
 
     assert traced(scaled(P()), jnp.ones(2)).jaxpr.out_avals[0].shape == (2,)
     with pytest.raises(
-        CutError, match=r"splits by P\('data',?\) an array that is not an argument of the step"
+        CutError,
+        match=r"has the spec P\('data',?\) for an array that is not an argument of the step",
     ):
         traced(scaled(P("data")), jnp.ones(2))
 

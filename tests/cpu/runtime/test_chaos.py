@@ -107,5 +107,5 @@ def test_the_environment_names_a_seed():
     assert chaos_of({"JAXCROSS_CHAOS": " "}, 0) is None
     chaos = chaos_of({"JAXCROSS_CHAOS": "7"}, 3)
     assert chaos is not None and (chaos.seed, chaos.rank) == (7, 3)
-    with pytest.raises(ValueError, match="^`JAXCROSS_CHAOS` must be the number of a seed"):
+    with pytest.raises(ValueError, match="^`JAXCROSS_CHAOS` must be a whole number"):
         chaos_of({"JAXCROSS_CHAOS": "much"}, 0)

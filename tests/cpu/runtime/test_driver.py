@@ -214,7 +214,7 @@ def test_links_parse():
     assert Link.parse("none") is None
     with pytest.raises(ValueError, match=r"^`fast` is not a link rate\."):
         Link.parse("fast")
-    with pytest.raises(ValueError, match=r"^a link needs a rate above 0"):
+    with pytest.raises(ValueError, match=r"^`mbps` of a `Link` must be above 0"):
         Link(0)
 
 
@@ -268,11 +268,14 @@ def test_thread_that_waits_for_jobs_is_notified_when_a_lane_breaks(kind, tmp_pat
         with pytest.raises(OSError, match="no space left") as broken:
             runner.run()
         assert broken.value.__notes__[0] == (
-            "raised by `BreaksIn.span`, a hook of an instrument, which must not raise"
+            "raised by `BreaksIn.span`, a hook of an instrument. Hooks must not raise, so "
+            "catch the error there."
         )
         assert all(job.done.wait(60) for job in runner.jobs)
         assert second.status == "failed"
-        assert str(second.error) == "Job `b` cannot continue, because the run broke."
+        assert str(second.error).startswith(
+            "Job `b` cannot continue, because the run broke on rank 0 with `OSError`. Look at "
+        )
         with pytest.raises(RuntimeError, match="after shutdown"):
             runner._session._writer.submit(lambda: None)  # pyright: ignore[reportOptionalMemberAccess]
 

@@ -111,7 +111,7 @@ def test_explanations():
     assert (type(apart), str(apart)) == (ExchangeError, "Job `a`, step 4: X")
     busy = explain("a", 3, ["failed\nafter step 3: ExchangeError: X", ""])
     assert type(busy) is ExchangeError, "the other rank may have had no time to say so"
-    assert str(busy) == "Job `a`, step 4: X (found on rank 0; others were busy)"
+    assert str(busy) == "Job `a`, step 4: X (found on rank 0; the other ranks were busy)"
     assert isinstance(
         explain("a", 3, ["failed\nafter step 3: ExchangeError: X", "sync\nrestore"]), JobError
     )
@@ -163,7 +163,7 @@ def test_description_of_any_exception_is_short():
         def __str__(self):
             raise RuntimeError
 
-    assert describe(MuteError()) == "MuteError: (its text cannot be made: RuntimeError)"
+    assert describe(MuteError()) == "MuteError: (its message cannot be shown: RuntimeError)"
     text = describe(ValueError("x" * 10**6))
     assert len(text) < 5000 and text.endswith("(1000000 characters)")
 

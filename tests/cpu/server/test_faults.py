@@ -77,7 +77,8 @@ def test_worker_failure_text_is_the_same_on_the_other_ranks():
     failing(3, start)
     text = (
         "The parameter server cannot continue: the worker of rank 2 failed after step 1: "
-        "ValueError: the worker failed. Every rank leaves it."
+        "ValueError: the worker failed. Every rank leaves its `with` block. Fix that error, and "
+        "run again."
     )
     assert texts == {0: text, 1: text}
 
@@ -192,34 +193,34 @@ def test_ranks_must_agree(unlike, message):
 def test_bad_arguments():
     def fn(job, world):
         with pytest.raises(
-            ValueError, match=r"^`staleness` of a parameter server is `-1`: it counts steps"
+            ValueError, match=r"^`staleness` of a parameter server must be a .*`math.inf`, got -1"
         ):
             ParameterServer(parameters(), optax.sgd(0.1), staleness=-1, world=world)
-        with pytest.raises(ValueError, match=r"^`staleness` of a parameter server is `0.5`"):
+        with pytest.raises(ValueError, match=r"^`staleness` of a parameter .* got 0\.5\."):
             ParameterServer(parameters(), optax.sgd(0.1), staleness=0.5, world=world)
-        with pytest.raises(ValueError, match=r"^`staleness` of a parameter server is `True`"):
+        with pytest.raises(ValueError, match=r"^`staleness` of a parameter .* got True\."):
             ParameterServer(parameters(), optax.sgd(0.1), staleness=True, world=world)
         with pytest.raises(
-            TypeError, match=r"^`\['n'\]` of the parameters is of type int32: a parameter server"
+            TypeError, match=r"^`\['n'\]` of the parameters is of type int32, but a parameter"
         ):
             ParameterServer({"n": jnp.arange(3)}, optax.sgd(0.1), staleness=0, world=world)
         server = ParameterServer(parameters(), optax.sgd(0.1), staleness=0, world=world)
         with pytest.raises(
-            JobError, match=r"^`push_pull` of a parameter server works inside its `with` block"
+            JobError, match=r"^`push_pull` of .* was called outside its `with` block\."
         ):
             server.push_pull(parameters())
         with server:
-            with pytest.raises(ValueError, match=r"^gradients have the structure"):
+            with pytest.raises(ValueError, match=r"^`grads` of `push_pull` must have the same"):
                 server.push_pull([1.0])
             for wrong in (jnp.ones(4), jnp.ones(3, jnp.bfloat16)):
                 text = (
                     rf"^the gradient `\['b'\]` is {wrong.dtype}\[{wrong.size}\], "
-                    r"the parameter float32\[3\]"
+                    r"but its parameter is float32\[3\]"
                 )
                 with pytest.raises(ValueError, match=text):
                     server.push_pull(parameters() | {"b": wrong})
         with pytest.raises(
-            JobError, match=r"^`push_pull` of a parameter server works inside its `with` block"
+            JobError, match=r"^`push_pull` of .* was called outside its `with` block\."
         ):
             server.push_pull(parameters())
         with pytest.raises(JobError, match=r"^This parameter server was used"), server:

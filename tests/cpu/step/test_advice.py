@@ -97,7 +97,7 @@ def sums_first(_: Any, w: Any, x: Any, mask: Any) -> Any:
 def test_mean_of_means_is_reported(advice_on: Any, step: Any, function: Any) -> None:
     (text,) = advice_on(traced(partial(step, function), W, X, MASK))
     assert text.startswith(f"`{step.__name__}` divides a loss by a count of this rank's batch, at ")
-    assert "test_advice.py" in text and "the argument `weight=count`" in text
+    assert "test_advice.py" in text and "pass `weight=count` to the `update`" in text
 
 
 @pytest.mark.parametrize("function", [masked, where])
@@ -139,7 +139,7 @@ def step_by_step(w: Any, xs: Any) -> Any:
 def test_exchange_for_each_micro_batch_is_reported(advice_on: Any, step: Any) -> None:
     (text,) = advice_on(traced(step, W, MICRO))
     assert text.startswith(f"`{step.__name__}` exchanges 12 B of gradients 5 times per step, at ")
-    assert "exchange the sum behind the loop" in text and "and sends 48 B less." in text
+    assert "exchange the sum after the loop" in text and "and sends 48 B less." in text
 
 
 def with_noise(w: Any, xs: Any) -> Any:

@@ -170,11 +170,12 @@ def test_cuts_are_doubled_while_that_pays(
     first, second = caplog.messages
     assert (
         first
-        == "`step` is compiled and timed in several cuts; a number as `cut` would save that time."
+        == "`step` is compiled and timed in several cuts to find the fastest. To save that time, "
+        "pass a number as `cut`."
     )
     assert second == (
-        "`step` runs fastest cut into 4 exchange segments: 2 s a step, uncut 3 s (1.50x; tried 1, "
-        "2, 4, 8, 16 in 0 s, 0 s of them compiling)."
+        "`step` runs fastest cut into 4 exchange segments: 2 s per step, uncut 3 s (1.50x; tried "
+        "1, 2, 4, 8, 16 in 0 s, 0 s of them compiling)."
     )
 
 
@@ -209,7 +210,7 @@ def test_a_search_takes_a_share_of_the_run_at_most(
     ended = [
         text
         for text in caplog.messages
-        if "and finer is not tried: that would take more than" in text
+        if "and finer is not tried, because that would take more than" in text
     ]
     assert len(ended) == (tried[-1] < 16)
     assert any("runs fastest cut into" in text for text in caplog.messages) == (len(tried) > 1)

@@ -34,6 +34,10 @@ from tests.support.layers import step
 ARGUMENTS = ([jnp.eye(4)] * 4, jnp.ones((2, 4)))
 LEAVES = jax.tree.leaves(ARGUMENTS)
 FAILURE = "rank 1 failed: JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory"
+UNCUT = (
+    "`step` is not cut, because it fails on the copies of its arguments with which cuts are timed"
+)
+UNUSED = "fails on the copies of its arguments with which cuts are timed, so that cut is not used"
 Fails = Callable[[Program, int], bool]
 
 
@@ -136,7 +140,7 @@ def test_copies_too_large_on_one_rank_leave_step_uncut(
         return x.copy()
 
     monkeypatch.setattr(timed_trial, "jnp", SimpleNamespace(copy=copy))
-    assert found(in_job) == [f"`step` is not cut, as it fails on copies: {FAILURE}"]
+    assert found(in_job) == [f"{UNCUT}: {FAILURE}"]
     assert len(made) == after
 
 
@@ -162,9 +166,7 @@ def test_stored_cut_not_compilable_is_not_retried(found: Callable[..., list[str]
 @pytest.mark.integration
 def test_stored_cut_failing_on_copies_is_not_retried(found: Callable[..., list[str]]) -> None:
     *notices, chosen = found(True, lambda program, _: len(program.collectives) > 1, kept=(4, 1.0))
-    assert notices == [
-        f"`step` with `cut={n}` fails on copies, and is not taken: {FAILURE}" for n in (4, 2)
-    ]
+    assert notices == [f"`step` with `cut={n}` {UNUSED}: {FAILURE}" for n in (4, 2)]
     assert chosen.startswith("`step` runs fastest cut into 1 exchange segment: ")
 
 
@@ -181,9 +183,7 @@ def test_a_cut_that_fails_on_one_rank_is_not_taken(
         return len(program.collectives) > 1 and index == computes[which]
 
     *notices, chosen = found(in_job, fails)
-    assert notices == [
-        f"`step` with `cut={n}` fails on copies, and is not taken: {FAILURE}" for n in (2, 4)
-    ]
+    assert notices == [f"`step` with `cut={n}` {UNUSED}: {FAILURE}" for n in (2, 4)]
     assert chosen.startswith("`step` runs fastest cut into 1 exchange segment: ")
 
 
@@ -193,7 +193,7 @@ def test_step_failing_uncut_on_one_rank_stays_uncut(
     in_job: bool, found: Callable[..., list[str]]
 ) -> None:
     notices = found(in_job, lambda program, index: len(program.collectives) == 1)
-    assert notices == [f"`step` is not cut, as it fails on copies: {FAILURE}"]
+    assert notices == [f"{UNCUT}: {FAILURE}"]
 
 
 @pytest.mark.integration

@@ -87,12 +87,12 @@ def says(start, *args, error="ValueError", **kwargs):
 says("`jobs` must be at least 1, got 0", step, state, X, jobs=0)
 says("`jobs` must be a whole number, got 1.5", step, state, X, jobs=1.5, error="TypeError")
 says("`steps` must be at least 1, got 0", step, state, X, steps=0)
-says("`mbps` must be above 0, got -1", step, state, X, mbps=-1)
+says("`mbps` must be above 0 and finite, got -1", step, state, X, mbps=-1)
 says("`memory` must be a number of bytes with a unit", step, state, X, memory="lots")
 says("`memory` must be a whole number of bytes", step, state, X, memory=0.5, error="TypeError")
-says("`plain` is not a `crossover` step: name its axes", plain, state, X, error="TypeError")
+says("`plain` is not a `crossover` step, so you have to", plain, state, X, error="TypeError")
 says(
-    "`axes` is for a function that is not decorated",
+    "`plain` is a `crossover` step and has its own axes",
     step, state, X, axes="batch", error="TypeError",
 )
 nothing = jaxcross.crossover(lambda s, x: s + x.sum(), axes="batch")

@@ -70,14 +70,14 @@ def broken():
 
 
 shared = count(3)
-says("ValueError: These jobs cannot be fused: the step of `j0` is not", jobs(plain), when="always")
+says("ValueError: Some jobs cannot be fused: the step of `j0` is not", jobs(plain), when="always")
 says("ValueError: `when` must be one of 'faster', 'always'", jobs(cross), when="often")
-says("ValueError: There are several jobs `j0`", [*jobs(cross, 1), *jobs(cross, 1)])
+says("ValueError: Several jobs are named `j0`", [*jobs(cross, 1), *jobs(cross, 1)])
 says("TypeError: `jobs` must be a list of `jaxcross.Job`s, got [1]", [1])
 of_one = [jaxcross.Job(n, cross, jnp.ones(2), shared) for n in "ab"]
-says("ValueError: `batches` of jobs `a` and `b` are one", of_one)
+says("ValueError: `batches` of jobs `a` and `b` are the same iterator", of_one)
 bad = jaxcross.Job("bad", cross, jnp.ones(2), broken())
-says("JobError: The first batch of a job raised on rank 0: OSError", [bad])
+says("JobError: Reading the first batch of job `bad` failed on rank 0: OSError", [bad])
 
 # The first batch was looked at, and is not lost. A job without batches takes no part.
 found = [*jobs(cross, 3), jaxcross.Job("none", cross, jnp.ones(2), [])]

@@ -31,7 +31,7 @@ def of_one(x: Any) -> Any:
 @pytest.mark.parametrize("cut", [PROFILE, [PROFILE], (PROFILE, PROFILE)])
 def test_profiles_in_place_of_a_cut_name_the_remedy(cut: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"^cut is .*: to cut by profiles, pass `jaxcross\.plan\.cut\("
+        ValueError, match=r"^`cut` cannot be a profile .* pass `jaxcross\.plan\.cut\("
     ):
         crossover(of_all, axes="batch", cut=cut)
 

@@ -105,13 +105,13 @@ def test_donated_and_static_arguments_by_name_run() -> None:
             {"static_argnames": "state"},
             (
                 "`static_argnames` of `by_position_only` names `state`, which `by_position_only` "
-                "takes by position only: give its number by `static_argnums`"
+                r"only takes by position\. Select it by its number, with `static_argnums`"
             ),
         ),
         (
             step,
             {"donate_argnums": (0, 1), "static_argnames": "batch"},
-            "argument `batch` of `step` is donated and static, but what is static has no arrays",
+            "argument `batch` of `step` is both donated and static, but a static argument has no",
         ),
     ],
 )

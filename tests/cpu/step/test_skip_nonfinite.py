@@ -142,8 +142,8 @@ def test_metrics_are_what_the_step_made_of_them():
             (PARAMS, OPT, BATCH),
             {"donated": False},
             (
-                "its first argument is its state, as it donates none, "
-                "but argument 1 comes back in its structure as well"
+                "it donates no argument, so the first one is taken as its state, "
+                "but argument 1 is returned in its own structure as well"
             ),
         ),
     ],
@@ -161,7 +161,7 @@ def test_a_state_that_is_given_by_name_is_kept():
     flagged = with_commit_flag(step, "step", ("params", "opt"), donated=True)
     got = flagged(BATCH, jnp.asarray(False), params=PARAMS, opt=OPT)
     same(got, (PARAMS, OPT, LOSS))
-    with pytest.raises(CutError, match="argument `opt` comes back in its structure as well"):
+    with pytest.raises(CutError, match="argument `opt` is returned in its own structure as well"):
         with_commit_flag(step, "step", (0,), donated=False)(PARAMS, jnp.asarray(False), opt=OPT)
 
 

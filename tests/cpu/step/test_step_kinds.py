@@ -94,7 +94,7 @@ def test_static_jit_arguments_must_be_named_twice() -> None:
     jitted = jax.jit(lambda state, batch, n: n * step(state, batch), static_argnums=2)
     with pytest.raises(
         CutError,
-        match=r"^`<lambda>` .* name the static ones by `static_argnums` or `static_argnames` of",
+        match=r"^`<lambda>` .* Name its static arguments in `static_argnums` or",
     ):
         trace(jitted, (STATE, BATCH, 3), axes={"batch": 2}, wire=LocalRanks())
 
@@ -110,6 +110,7 @@ def test_what_is_no_function_is_refused() -> None:
         with pytest.raises(TypeError, match=f"^`crossover` takes a function, {text}"):
             jaxcross.crossover(wrong, axes="batch")
     with pytest.raises(
-        TypeError, match=r"^`step` is a crossover step already: give its function, `step.step`\.$"
+        TypeError,
+        match=r"^`step` is a crossover step already. Pass its function to `crossover`, `step\.",
     ):
         jaxcross.crossover(jaxcross.crossover(step, axes="batch"), axes="batch")

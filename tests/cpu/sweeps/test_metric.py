@@ -77,7 +77,7 @@ def test_first_end_without_the_metric_ends_the_sweep():
     begun = []
     refused(
         begun,
-        match=r"Trial `[01] lr=\d` has come to its end and never logged `score`.* "
+        match=r"Trial `[01] lr=\d` has ended but never logged `score`.* "
         r"It logged: `loss`\.",
     )
     assert len({job.name for _, job in begun}) <= 3
@@ -89,7 +89,7 @@ def test_first_evaluation_without_the_metric_ends_it():
         begun,
         metric="eval/accuracy",
         evaluate=lambda _, state: {"error": state},
-        match="which its evaluation `eval` after step 2 has not returned. "
+        match="but its evaluation `eval` after step 2 has not returned that metric. "
         "It returned: `eval/error`",
     )
     assert len({job.name for _, job in begun}) == 2

@@ -94,7 +94,7 @@ def test_trial_that_raises_on_one_rank_fails_alone(tmp_path):
 def test_all_trials_failing_is_an_error_on_every_rank():
     def work(world):
         with pytest.raises(
-            JobError, match="All 2 trials of the sweep failed. The first: Job `0 lr=1"
+            JobError, match="All 2 trials of the sweep failed. The first error: Job `0 lr=1"
         ):
             sweep(
                 training(world),
@@ -132,7 +132,7 @@ def test_saving_before_logging_is_refused(tmp_path):
 
     def work(world):
         with pytest.raises(
-            JobError, match=r"logged `score` after it had saved its state, at step 1"
+            JobError, match=r"logged `score` of step 1 after it had saved the state"
         ):
             sweep(
                 make(world),
@@ -236,7 +236,7 @@ def test_policy_that_lets_no_others_come_as_far_is_refused_with_a_pruner():
     search = Grid({"lr": [1, 3, 2]}, pruner=optuna.pruners.ThresholdPruner(lower=0.0))
 
     def work(world):
-        with pytest.raises(ValueError, match="`sequential` not all of the 2 trials get turns"):
+        with pytest.raises(ValueError, match="`sequential` does not run all of the 2 trials"):
             sweep(
                 training(world),
                 search,
@@ -325,7 +325,7 @@ def test_folder_with_other_files_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
 
     def work(world):
-        with pytest.raises(ValueError, match="contains files that are not of a sweep"):
+        with pytest.raises(ValueError, match="contains files that do not belong to a sweep"):
             sweep(
                 training(world),
                 Grid({"lr": [1]}),

@@ -125,12 +125,15 @@ def test_the_published_comparison() -> None:
 
 def test_other_types_and_batches_are_refused() -> None:
     with pytest.raises(
-        ValueError, match="^The model computes in .*bfloat16.* but costs are those of float32"
+        ValueError,
+        match="^The model computes in .*bfloat16.* but `step_cost` only knows the cost of float32",
     ):
         tensor.step_cost(transformer(Mesh(), dtype=jnp.bfloat16), BATCH, LENGTH)
-    with pytest.raises(ValueError, match="^A batch of shape \\(5,\\) cannot be cut"):
+    with pytest.raises(ValueError, match="^A batch of shape \\(5,\\) cannot be sharded"):
         tensor.step_cost(transformer(Mesh(side=2)), 5, LENGTH)
-    with pytest.raises(ValueError, match="^A step of 0 sequences of"):
+    with pytest.raises(
+        ValueError, match="^`batch` and `length` of `step_cost` must be at least 1, got 0 sequences"
+    ):
         tensor.step_cost(transformer(Mesh()), 0, LENGTH)
 
 

@@ -88,16 +88,16 @@ def test_specs_are_those_of_the_layout() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"side": 0}, "^`side` of the mesh is `0`"),
-        ({"depth": 1.5}, "^`depth` of the mesh is `1.5`"),
-        ({"tensor": True}, "^`tensor` of the mesh is `True`"),
+        ({"side": 0}, "^`side` of the mesh must be .*, got `0`"),
+        ({"depth": 1.5}, "^`depth` of the mesh must be .*, got `1.5`"),
+        ({"tensor": True}, "^`tensor` of the mesh must be .*, got `True`"),
         (
             {"tensor": 2, "side": 2},
-            "^The mesh has 2 ranks along `tensor` and a grid of side 2 and depth 1.",
+            "^The mesh has both 2 ranks along `tensor` and a grid of side 2 and depth 1.",
         ),
         (
             {"tensor": 2, "depth": 2},
-            "^The mesh has 2 ranks along `tensor` and a grid of side 1 and depth 2.",
+            "^The mesh has both 2 ranks along `tensor` and a grid of side 1 and depth 2.",
         ),
     ],
 )
@@ -109,7 +109,7 @@ def test_meshes_that_are_none(options: dict[str, Any], message: str) -> None:
 def test_a_wrong_number_of_ranks() -> None:
     with pytest.raises(ValueError, match="needs 8 ranks, but there are 4. Start 8"):
         Mesh(side=2, depth=2).check_ranks(4)
-    with pytest.raises(ValueError, match="^There is no rank 4 on a mesh of 4 ranks"):
+    with pytest.raises(ValueError, match="^`rank` must be from 0 to 3 on the mesh .*, got 4"):
         Mesh(side=2).coords(4)
     with pytest.raises(ValueError, match="needs 4 ranks, but there are 2"):
         tensor.unshard([{}, {}], {}, Mesh(side=2))
@@ -144,11 +144,11 @@ def test_specs_of_another_layout() -> None:
     line, grid = Mesh(tensor=2), Mesh(side=2)
     with pytest.raises(
         ValueError,
-        match="^A tensor is cut over `tensor` by its spec, but the mesh has `row`, `col`",
+        match="^A tensor has a spec over `tensor`, but the mesh has the axes `row`, `col`",
     ):
         tensor.shard([np.ones(4)], [PartitionSpec("tensor")], grid, 0)
     with pytest.raises(
-        ValueError, match="^A leaf is cut over `row`, `col` by its spec, but the mesh has `tensor`"
+        ValueError, match="^A leaf has a spec over `row`, `col`, but the mesh has the axes `tensor`"
     ):
         tensor.global_norm([np.ones((2, 2))], [PartitionSpec("row", "col")], line)
 
@@ -170,7 +170,7 @@ def test_a_dimension_that_is_cut_over_two_axes() -> None:
         (
             Mesh(side=3),
             {"vocabulary": 25},
-            r"`embedding/tokens` of shape \(25, 24\) cannot be cut: .* 0 has length 25",
+            r"`embedding/tokens` of shape \(25, 24\) cannot be sharded: .* 0 has length 25",
         ),
         (
             Mesh(side=3),
@@ -180,9 +180,9 @@ def test_a_dimension_that_is_cut_over_two_axes() -> None:
         (
             Mesh(tensor=4),
             {"heads": 6},
-            r"^The heads of an attention layer, an array of shape \(6,\) cannot be cut",
+            r"^The heads of an attention layer, an array of shape \(6,\) cannot be sharded",
         ),
-        (Mesh(), {"heads": 7}, "^24 features cannot be shared by 7 heads"),
+        (Mesh(), {"heads": 7}, "^`heads` must divide the number of features, 24, got 7"),
     ],
 )
 def test_shapes_that_do_not_divide(mesh: Mesh, options: dict[str, Any], message: str) -> None:
@@ -199,7 +199,7 @@ def test_a_batch_that_does_not_divide() -> None:
 
 def test_a_batch_with_a_number_in_it() -> None:
     with pytest.raises(
-        ValueError, match=r"^The batch's `\['step'\]` is a number, of which ranks cannot each take"
+        ValueError, match=r"^The batch's `\['step'\]` is a scalar, so it has no rows"
     ):
         Mesh(data=2).local_batch({"tokens": np.zeros((6, 5)), "step": 3}, 0)
 
@@ -249,15 +249,15 @@ def test_weights_that_differ_between_depth_layers() -> None:
             "mlp": {**states[5]["mlp"], "kernel": kernel + np.float32(change) * (np.arange(6) == 2)}
         }
         message = (
-            r"^The parts of `\['mlp'\]\['kernel'\]` that several ranks hold are not equal: "
-            f"that of rank 5 is up to {apart} apart from that of the first rank"
+            r"^The copies of `\['mlp'\]\['kernel'\]` on different ranks are not equal: "
+            f"rank 5 differs by up to {apart} from the first rank"
         )
         with pytest.raises(ValueError, match=message):
             tensor.check_replicas(spread(states, specs, mesh))
         with pytest.raises(ValueError, match="not equal: ranks 1 and 5 differ"):
             tensor.unshard(states, specs, mesh)
     alike, replicated = [states[0]["mlp"]["bias"] + rank % 2 for rank in range(8)], PartitionSpec()
-    with pytest.raises(ValueError, match="those of ranks 1, 3, 5, 7 are up to 1 apart"):
+    with pytest.raises(ValueError, match="ranks 1, 3, 5, 7 differ by up to 1 from"):
         tensor.check_replicas(spread(alike, replicated, mesh))
 
 
@@ -282,18 +282,18 @@ def test_correctly_sharded_batch_is_accepted(mesh: Mesh) -> None:
 
 
 @pytest.mark.mostly_integration(
-    "mesh0-2-that of rank 2 is up to 1 apart",
-    "mesh1-3-that of rank 3 is up to 1 apart",
-    "mesh4-0-that of rank 1 is up to 1 apart",
+    "mesh0-2-rank 2 differs by up to 1 from",
+    "mesh1-3-rank 3 differs by up to 1 from",
+    "mesh4-0-rank 1 differs by up to 1 from",
 )
 @pytest.mark.parametrize(
     ("mesh", "rank", "numbers"),
     [
-        (Mesh(tensor=4), 2, "that of rank 2 is up to 1 apart"),
-        (Mesh(data=2, tensor=2), 3, "that of rank 3 is up to 1 apart"),
-        (Mesh(side=2), 1, "that of rank 1 is up to 1 apart"),
-        (Mesh(side=2, depth=2), 7, "that of rank 7 is up to 1 apart"),
-        (Mesh(side=2), 0, "that of rank 1 is up to 1 apart"),
+        (Mesh(tensor=4), 2, "rank 2 differs by up to 1 from"),
+        (Mesh(data=2, tensor=2), 3, "rank 3 differs by up to 1 from"),
+        (Mesh(side=2), 1, "rank 1 differs by up to 1 from"),
+        (Mesh(side=2, depth=2), 7, "rank 7 differs by up to 1 from"),
+        (Mesh(side=2), 0, "rank 1 differs by up to 1 from"),
     ],
 )
 def test_other_rows_along_tensor_or_col(mesh: Mesh, rank: int, numbers: str) -> None:
@@ -301,7 +301,7 @@ def test_other_rows_along_tensor_or_col(mesh: Mesh, rank: int, numbers: str) -> 
     own = mesh.local_batch(ROWS, rank)
     rows, specs = first_batches(mesh, **{f"rank{rank}": {**own, "tokens": own["tokens"] + 1}})
     message = (
-        r"^The rows of the batch's `\['tokens'\]` that several ranks compute together "
+        r"^The copies of the batch's `\['tokens'\]` on different ranks are not equal"
         f".*: {numbers} .*local_batch"
     )
     with pytest.raises(ValueError, match=message):
@@ -312,7 +312,7 @@ def test_large_integers_are_compared_exactly() -> None:
     """Large integers that would round to the same float are treated as different."""
     mesh, large = Mesh(tensor=2), 2**30
     rows = [{"tokens": np.full((1, 1), large + rank, np.int32)} for rank in range(2)]
-    with pytest.raises(ValueError, match="that of rank 1 is up to"):
+    with pytest.raises(ValueError, match="rank 1 differs by up to"):
         tensor.check_replicas(spread(rows, {"tokens": PartitionSpec()}, mesh), batch=True)
 
 
@@ -321,14 +321,14 @@ def test_large_integers_are_compared_exactly() -> None:
 )
 @pytest.mark.parametrize("cut", ["rows", "table", None])
 def test_a_dense_layer_that_is_cut_some_other_way(mesh: Mesh, cut: Any) -> None:
-    with pytest.raises(ValueError, match="^`cut` of a dense layer is `.*`: choose `'column'`"):
+    with pytest.raises(ValueError, match="^`cut` of a dense layer must be 'column', .*, got "):
         tensor.partition(tensor.Dense(8, mesh, cut), jnp.ones((2, 8)))
 
 
 def test_a_role_that_there_is_none_of() -> None:
     wrong: Any = "rows"
     with pytest.raises(
-        ValueError, match="^There is no role `'rows'` of a parameter: choose one of column, row,"
+        ValueError, match="^The role of a parameter must be one of 'column', 'row', .*, got 'rows'"
     ):
         Mesh(side=2).spec(wrong)
 
@@ -365,7 +365,9 @@ def test_specs_of_masked_optimizers(tx: optax.GradientTransformation) -> None:
 
 
 def test_other_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="^`max_norm` of `clip_by_global_norm` is 0"):
+    with pytest.raises(
+        ValueError, match="^`max_norm` of `clip_by_global_norm` must be above 0, got 0"
+    ):
         tensor.clip_by_global_norm(0, {}, Mesh())
-    with pytest.raises(TypeError, match="^`Dense` has no field `mesh`"):
+    with pytest.raises(TypeError, match="^`Dense` must have a field `mesh`"):
         tensor.init(nn.Dense(3), jax.random.key(0), jnp.ones((1, 2)))

@@ -52,7 +52,8 @@ def test_carriers(dtype, name):
 @pytest.mark.parametrize("dtype", [jnp.dtype(jnp.int4), jax.random.key(0).dtype])
 def test_types_that_mpi_lacks(dtype):
     with pytest.raises(
-        ExchangeError, match=re.escape(f"An exchange of `{dtype}` cannot be made: MPI has no")
+        ExchangeError,
+        match=re.escape(f"Arrays of type `{dtype}` cannot be exchanged, because MPI has no"),
     ):
         carrier(dtype)
 

@@ -36,8 +36,8 @@ def test_different_wires_are_an_error_that_names_the_ranks():
     wire_choice.check_equal(["mpi4py"] * 3)
     missing = "mpi4jax isn't installed"
     text = (
-        f"mpi4jax on rank 1; mpi4py on ranks 0, 2 ({missing}). Choose one on every rank: by "
-        "`initialize("
+        f"mpi4jax on rank 1; mpi4py on ranks 0, 2 ({missing}). Choose the same one on every rank, "
+        "with `initialize("
     )
     with pytest.raises(ExchangeError, match=re.escape(text)):
         wire_choice.check_equal(["mpi4py", "mpi4jax", "mpi4py"], [missing, "", missing])

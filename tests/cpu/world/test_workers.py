@@ -51,7 +51,7 @@ def test_a_worker_that_is_late_ends_without_a_word(importing, capsys):
 def test_worker_that_cannot_reach_its_rank_says_so(importing):
     with (
         another() as (_, place),
-        pytest.raises(ExchangeError, match="^A worker process of rank 0 came to line "),
+        pytest.raises(ExchangeError, match="^A worker process of rank 0 reached line "),
     ):
         _ = Refusal(0, place, 999, 60).allgather_text
 

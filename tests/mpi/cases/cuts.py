@@ -24,7 +24,7 @@ from jaxcross.plan import Profile, ProfiledCut
 WORLD = jaxcross.initialize(stall_timeout_s=60)
 RANK, P = WORLD.rank, WORLD.size
 X = np.linspace(0.0, 1.0 + RANK, 12, dtype=np.float32).reshape(4, 3)
-DIVIDED = " into segments differently, by number in each:\n    rank 0: "
+DIVIDED = " into segments differently. The numbers of exchanges in each segment are\n    rank 0: "
 
 
 def alongside_an_accelerator(rank: int) -> Any:

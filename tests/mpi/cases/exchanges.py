@@ -206,13 +206,16 @@ def refused():
     for tx, message in (
         (
             exchange.gtop_k(0.5, "batch"),
-            "`gtop_k` over axis `batch` of 3 ranks: its tree needs a power of two",
+            "needs a power of two of ranks, but axis `batch` has 3",
         ),
-        (exchange.gossip(optax.sgd(0.1), "batch", "torus"), "`torus`, but 3 ranks make no grid"),
+        (
+            exchange.gossip(optax.sgd(0.1), "batch", "torus"),
+            "`torus`, but 3 ranks do not fit a grid",
+        ),
         (exchange.top_k(0.5, "rows"), "uses an axis that is not bound"),
         (
             exchange.elastic_average(optax.sgd(0.1), "batch", every=1, alpha=1, beta=1 / 3),
-            "swap at every",
+            "swap in every",
         ),
         (
             exchange.sharded_optimizer(optax.sgd(0.1), "batch", ranks=2),
@@ -220,7 +223,7 @@ def refused():
         ),
         (
             exchange.federated_average(optax.sgd(0.1), "batch", every=1, weights=[1, 1]),
-            "are 2, but the axis has 3",
+            "contains 2 numbers, but the axis has 3",
         ),
         (
             exchange.asynchronous(optax.sgd(0.1), "batch", delays=[[0, 1]]),

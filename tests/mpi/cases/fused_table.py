@@ -252,7 +252,7 @@ def unlike_jobs():
     try:
         jaxcross.fuse(found)
     except JobError as error:
-        assert "let the same of them share a step" in str(error)
+        assert "let the same jobs share a step" in str(error)
     else:
         raise AssertionError("the ranks fused different jobs")
 

@@ -221,7 +221,7 @@ def own_numbers_in_the_code():
             lambda c: c[0] < n, lambda c: (c[0] + 1, lax.psum(c[1], "batch")), (0, x)
         )[1]
 
-    with pytest.raises(jaxcross.ExchangeError, match="Pass a rank's own number"):
+    with pytest.raises(jaxcross.ExchangeError, match="pass them to the step as an argument"):
         jaxcross.crossover(lambda x: step(x, bound), axes="batch")(jnp.ones(3))
     assert (jaxcross.crossover(step, axes="batch")(jnp.ones(3), jnp.int32(3)) == P**3).all()
 

@@ -291,8 +291,8 @@ def numbers_that_mpi_does_not_have():
         ),
     }
     if rank == 1:
-        wrong["`mpi4jax.allreduce` goes over `MPI.COMM_NULL`, at "] = lambda x: mpi4jax.allreduce(
-            x, MPI.SUM, comm=part
+        wrong["`mpi4jax.allreduce` is called with `MPI.COMM_NULL`, at "] = lambda x: (
+            mpi4jax.allreduce(x, MPI.SUM, comm=part)
         )
     for message, step in wrong.items():
         try:

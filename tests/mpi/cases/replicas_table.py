@@ -142,7 +142,7 @@ def exceptions_are_left_out():
     step, state = averaged(rate=1.0 + RANK)
     named = ("[0]", "trace")
     _, report, _ = run(loop, check_replicas=2, step=step, state=state, rank_local=named)
-    assert "each of its leaves is a rank's own" in report.jobs[0].replicas
+    assert "all of its leaves are rank-local" in report.jobs[0].replicas
     step, state = crossed(optax.adam(0.1), average=True)
     _, report, _ = run(loop, check_replicas=2, step=step, state=state, rank_local="[0]")
     assert (

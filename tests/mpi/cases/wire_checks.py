@@ -387,7 +387,7 @@ def an_exchange_that_is_no_part_of_a_loop_is_refused():
         lowered(lambda x: lax.scan(body, x, None, length=3)[0], np.ones(3, np.float32))
     except ExchangeError as error:
         assert str(error).startswith(
-            "An exchange inside `custom_linear_solve` cannot be reached, at "
+            "An exchange inside `custom_linear_solve` is not supported, at "
         ), error
     else:
         raise AssertionError("its solution would be the sum")

@@ -104,7 +104,9 @@ def broadcast_gives_rank_zeros_values():
         world.broadcast_or_check({"w": jnp.zeros(3 + RANK)}, mode="broadcast")
         raise AssertionError("not noticed")
     except ExchangeError as error:
-        assert "first at `['w']`: float32[3] and float32[4]" in str(error), error
+        assert "first at `['w']`: float32[3] on rank 0, and float32[4] on rank 1" in str(error), (
+            error
+        )
 
 
 def leaves_of_a_rank_stay_as_they_are():
@@ -122,7 +124,9 @@ def leaves_of_a_rank_stay_as_they_are():
             world.broadcast_or_check(wrong, mode=mode, rank_local=named)
             raise AssertionError("not noticed")
         except ExchangeError as error:
-            assert "first at `['mask']['a']`: of type str and rank-local" in str(error), error
+            assert "first at `['mask']['a']`: of type str on rank 0, and rank-local on" in str(
+                error
+            ), error
 
 
 def what_is_no_array_is_refused_on_every_rank():
@@ -140,9 +144,10 @@ def what_is_no_array_is_refused_on_every_rank():
         world.broadcast_or_check({"a": 1.0 if RANK else "text"})
         raise AssertionError("not noticed")
     except ExchangeError as error:
-        assert "between ranks 0 and 1, first at `['a']`: of type str and float64[" in str(error), (
-            error
-        )
+        assert (
+            "between ranks 0 and 1, first at `['a']`: of type str on rank 0, and float64["
+            in str(error)
+        ), error
 
 
 def main():

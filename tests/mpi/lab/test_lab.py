@@ -32,7 +32,7 @@ if world.rank == 0:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"hosts": 0}, "a lab has 1 to 200 hosts, not `0`"),
+        ({"hosts": 0}, "`hosts` of a lab must be from 1 to 200, got `0`"),
         ({"rate": "fast"}, "`fast` is not a rate"),
         ({"rate": "0.0mbit"}, "a link needs a rate above 0, not `0.0mbit`"),
         ({"latency": "5"}, "`5` is not a latency"),

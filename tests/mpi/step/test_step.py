@@ -35,8 +35,8 @@ try:
 except jaxcross.JobError as error:
     message = str(error)
 assert message.startswith(
-    "`<lambda>` was called from thread `MainThread` while thread `mine` is in `slow`. "
-    "Ranks meet in the order of the"
+    "`<lambda>` was called from thread `MainThread` while thread `mine` is running "
+    "`slow`. Exchanges match up between ranks by the order of the"
 ), message
 assert (alone(x) == 2).all(), "who communicates with nobody may call from any thread"
 leave.set()
@@ -156,7 +156,7 @@ def test_rank_exchanges_no_more_after_half_failed_step(mpirun, quick_compiler) -
     assert done.returncode != 0
     assert done.stdout.count("sum") == 2 == done.stdout.count("sum 0.0"), done.stdout
     assert (
-        "`step` cannot exchange: `step` failed halfway on this rank. Other ranks may be in the rest"
+        "`step` cannot exchange: `step` failed halfway on this rank. Other ranks may still be in"
         in done.stderr
     )
 

@@ -41,10 +41,10 @@ def test_workers_that_would_train_end_all_at_once(mpirun: Callable[..., Any], ho
     done = mpirun(2, "workers.py", "--unguarded", how, timeout=200)
     assert done.returncode == 1
     assert (
-        f"came to line {LINE} of `{CASE}`, which exchanges with other ranks; all 2 ranks end."
+        f"reached line {LINE} of `{CASE}`, which exchanges with other ranks; all 2 ranks end."
         in done.stderr
     )
-    assert "put what trains under `if __name__ == '__main__':`" in done.stderr
+    assert "put the code that trains under `if __name__ == '__main__':`" in done.stderr
     assert "MPI_Init" not in done.stderr and "Traceback" not in done.stderr
 
 
@@ -80,7 +80,7 @@ def exchanges():
         try:
             use()
         except jaxcross.ExchangeError as error:
-            begin = f"A worker process of rank {world.rank} came to line "
+            begin = f"A worker process of rank {world.rank} reached line "
             assert str(error).startswith(begin), error
         else:
             raise AssertionError

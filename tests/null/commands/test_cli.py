@@ -82,14 +82,14 @@ def test_the_command_line_loads_neither_jax_nor_mpi():
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", ""])
 def test_counts_are_above_zero(text):
-    with pytest.raises(ArgumentTypeError, match=f"`{text}` is not a number above 0"):
+    with pytest.raises(ArgumentTypeError, match=f"`{text}` is not a whole number above 0"):
         demo._positive(text)
 
 
 def test_zero_jobs_is_a_usage_error(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["demo", "--jobs", "0"])
-    assert "argument --jobs: `0` is not a number above 0" in capsys.readouterr().err
+    assert "argument --jobs: `0` is not a whole number above 0" in capsys.readouterr().err
 
 
 def test_unknown_model_error_lists_known_models(capsys):

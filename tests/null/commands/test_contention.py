@@ -114,7 +114,7 @@ def test_lanes_never_make_each_other_faster(
         (["none/c.json"], "`none/c.json` cannot be written: there is no folder `none`."),
         (
             ["wrong.json"],
-            "`wrong.json` is not the contention of a machine: contention is a list of points",
+            "`wrong.json` is not the contention of a machine: contention must be a list of points",
         ),
         (["folder"], "`folder` cannot be read: Is a directory."),
     ],

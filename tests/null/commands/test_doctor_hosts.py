@@ -240,4 +240,4 @@ def test_host_that_takes_too_long_is_known_as_far_as_it_came(monkeypatch):
 
 def test_wrong_host_names_are_a_usage_error(capsys):
     assert cli.main(["doctor", "--hosts", "a,a"]) == 2
-    assert capsys.readouterr().err == "`--hosts` names `a` twice.\n"
+    assert capsys.readouterr().err == "`--hosts` names `a` twice. Name each host once.\n"

@@ -175,7 +175,7 @@ def test_modules_and_folders_that_python_runs(monkeypatch, tmp_path, words):
 
 def test_more_ranks_than_cores_are_reported():
     assert launch.crowded(2, 2) == ""
-    assert launch.crowded(99, 2).startswith("99 ranks share 2 cores, so they compute in turns")
+    assert launch.crowded(99, 2).startswith("99 ranks share 2 cores, so they can't all compute")
     assert "share 1 core," in launch.crowded(3, 1)
 
 

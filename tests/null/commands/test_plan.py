@@ -111,7 +111,10 @@ def test_a_group_too_high_writes_nothing(folder: Path, capsys: pytest.CaptureFix
     words = ("--json", folder / "plan.json", "--picture", folder / "group.png", "--group", "1")
     assert _run(folder / "jobs.toml", *words) == 2
     shown = capsys.readouterr()
-    assert (shown.out, shown.err) == ("", "jaxcross plan: `--group` must be 0 to 0, got 1.\n")
+    assert (shown.out, shown.err) == (
+        "",
+        "jaxcross plan: `--group` must be 0 to 0, since the plan has 1 group, got 1.\n",
+    )
     assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".json", ".toml"]
 
 
@@ -165,7 +168,7 @@ def test_a_profile_is_written_from_a_report(tmp_path: Path) -> None:
         (
             'name = "small"',
             'name = "small"\ncut = 4',
-            "job `small` has the unknown key `cut`; known are",
+            "job `small` has the unknown key `cut`. The known keys are",
         ),
         ("script =", "scripts =", "unknown key `scripts`"),
         ('"train.py"', "3", "`script` must be the path"),
@@ -175,7 +178,7 @@ def test_a_profile_is_written_from_a_report(tmp_path: Path) -> None:
         (
             '"large.json"',
             '["large.json", "large.json"]',
-            "two profiles of `large` are of a step in 1 piece: ",
+            "two profiles of `large` have the same cut (`cut=1`). ",
         ),
         (
             '"large.json"',
@@ -192,7 +195,7 @@ def test_a_profile_is_written_from_a_report(tmp_path: Path) -> None:
             '"large.json"\nsteps = nan',
             "`steps` of job `large` must be a number above 0",
         ),
-        ('"large.json"', '"large.json"\nsteps = 1', "job `small` has no `steps`, others have"),
+        ('"large.json"', '"large.json"\nsteps = 1', "job `small` has no `steps`, but other"),
         ('"large.json"', '"jobs.toml"', "is not a profile of jaxcross"),
         ("[[job]]", "[[jobs]]", "unknown key `jobs`"),
         ("[[job]]", "[job", "jobs.toml`: "),
@@ -218,12 +221,15 @@ def test_a_wrong_file_of_jobs_is_explained(
             ["--group", "5", "--picture", "x.png"],
             "`--group` must be below 2, the number of jobs, got 5",
         ),
-        (["--group", "1", "--picture", "x.png"], "`--group` must be 0 to 0, got 1"),
+        (
+            ["--group", "1", "--picture", "x.png"],
+            "`--group` must be 0 to 0, since the plan has 1 group, got 1",
+        ),
         (
             ["--group", "-1", "--picture", "x.png"],
             "`--group` must be the number of a group for `--picture`, got -1",
         ),
-        (["--group", "0"], "`--group` must be the number of a group for `--picture`, got 0"),
+        (["--group", "0"], "`--group 0` says which group `--picture` draws, but there is no"),
         (
             ["--picture", "none/x.png"],
             "`--picture none/x.png` cannot be written: there is no folder `none`",
@@ -298,7 +304,7 @@ def test_a_missing_report_is_explained(tmp_path: Path, capsys: pytest.CaptureFix
     err = capsys.readouterr().err
     assert (
         "the report `" in err
-        and "cannot be read: No such file or directory. A script keeps it by" in err
+        and "cannot be read: No such file or directory. Write it with `report" in err
     )
     assert "Errno" not in err
 

@@ -177,7 +177,7 @@ def test_stop_prevents_later_jobs_from_starting():
 def test_step_graph_rejects_a_commit_cycle():
     """An exchange must not wait for its own step's commit."""
     with pytest.raises(
-        ValueError, match="exchange segment 1 waits for the commit that waits for it"
+        ValueError, match="exchange segment 1 waits for the commit, but the commit waits"
     ):
         StepGraph(kinds=("compute", "collective"), needs=((), (0,)), after_commit=frozenset({0}))
     with pytest.raises(ValueError, match="segment 0 needs"):
@@ -187,7 +187,8 @@ def test_step_graph_rejects_a_commit_cycle():
 def test_reports_out_of_turn_are_internal_errors():
     one = Interleaver(1, RoundRobin())
     with pytest.raises(
-        InternalError, match="the exchange lane reports a exchange of job 0, but its slot is None"
+        InternalError,
+        match="the end of a slot `exchange` of job 0, but its current slot is None",
     ):
         one.handle(m.ExchangeDone(0, 1))
     two = Interleaver(2, RoundRobin())
@@ -197,7 +198,7 @@ def test_reports_out_of_turn_are_internal_errors():
     assert out == [m.RunExchange(0, 1, 1, 1, False)]
     assert vote(two, feed(two, m.ExchangeDone(0, 1)))[-1] == m.RunExchange(1, 1, 1, 1, False)
     with pytest.raises(
-        InternalError, match=r"a exchange of job 0, but its slot is Slot\(kind='exchange', job=1"
+        InternalError, match=r"of job 0, but its current slot is Slot\(kind='exchange', job=1"
     ):
         two.handle(m.ExchangeDone(0, 1))
     with pytest.raises(ValueError, match="must be at least 1, got 0 and 2"):

@@ -80,7 +80,7 @@ def test_a_text_brings_back_value_and_counters(values: list[float], cut: int) ->
 )
 def test_another_text_is_refused(text: str) -> None:
     with pytest.raises(
-        ValueError, match="the best value of `m` that a checkpoint holds cannot be understood"
+        ValueError, match="the best value of `m` in a checkpoint's notes must be a JSON list"
     ):
         Best(metric="m", mode="min").resumed(text)
 

@@ -21,7 +21,7 @@ def test_function_may_be_registered_during_a_refusal() -> None:
         def request(functions: RegisteredFunctions = functions) -> None:
             with pytest.raises(
                 ValueError,
-                match="^Job `job`: no function is registered as `c`; there are: `a`, `b`",
+                match="^Job `job`: no function is registered as `c`. Registered are `a`, `b`",
             ):
                 functions.request("c", "job", {})
 

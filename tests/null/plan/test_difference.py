@@ -162,9 +162,13 @@ def test_the_parts_add_up(
 @pytest.mark.parametrize(
     ("jobs", "changes", "message"),
     [
-        (JOBS[:1], {}, "the jobs a, the run of a, b"),
-        (JOBS, {"policy": "sequential"}, "policy round-robin, the run had sequential"),
-        ((JOBS[0], replace(JOBS[1], graph=IN_TWO, seconds=(0.1,) * 5)), {}, "it was cut otherwise"),
+        (JOBS[:1], {}, "the jobs a, but the run had the jobs a, b"),
+        (JOBS, {"policy": "sequential"}, "policy round-robin, but the run had sequential"),
+        (
+            (JOBS[0], replace(JOBS[1], graph=IN_TWO, seconds=(0.1,) * 5)),
+            {},
+            "step was cut differently",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_an_error(

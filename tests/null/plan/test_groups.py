@@ -148,7 +148,7 @@ def test_jobs_that_only_compute_stay_alone() -> None:
     ("loads", "options", "message"),
     [
         ([], {}, "at least one job"),
-        ([Load(name="a", compute_s=1, exchange_s=1)] * 2, {}, "a name each"),
+        ([Load(name="a", compute_s=1, exchange_s=1)] * 2, {}, "two jobs have the name `a`"),
         ([Load(name="a", compute_s=1, exchange_s=1)], {"most": 0}, "`most=0`"),
         ([LARGE], {"memory": 9}, "job `large` needs 10 bytes alone"),
         ([LARGE], {"memory": "9B"}, "job `large` needs 10 bytes alone, and a rank has 9"),

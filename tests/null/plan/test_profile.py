@@ -49,7 +49,7 @@ def test_compute_and_exchange_are_sums() -> None:
     ("change", "message"),
     [
         ({"format": 2}, "format 1"),
-        ({"graph": []}, "a step graph has the lists"),
+        ({"graph": []}, "a step graph must have the lists"),
         ({"seconds": [1.0, 2.0]}, "3 segments and 2 times"),
         ({"seconds": [1.0, 2.0, "3"]}, r"expected `float`, got `str` at `seconds\[2\]`"),
         ({"ranks": True}, "expected `int`, got `bool` at `ranks`"),
@@ -57,9 +57,9 @@ def test_compute_and_exchange_are_sums() -> None:
         ({"host_s": -1.0}, "`host_s` of `resnet` must be finite and not negative, got -1.0"),
         (
             {"memory": {"peak_bytes": 9}},
-            "the memory of a job has peak_bytes, boundary_bytes, exchange_temporary_bytes",
+            "the keys peak_bytes, boundary_bytes, exchange_temporary_bytes",
         ),
-        ({"memory": [9, 8, 1]}, "the memory of a job has"),
+        ({"memory": [9, 8, 1]}, r"the memory of a job must be a dict .*, got \[9, 8, 1\]"),
         ({"ranks": 10**400}, "`ranks` of `resnet` must be from 1"),
         ({"host_s": float("nan")}, "`host_s` of `resnet` must be finite"),
         ({"name": None}, "expected `str`, got `null` at `name`"),
@@ -79,21 +79,21 @@ def test_another_content_is_refused(tmp_path: Path, change: dict[str, Any], mess
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("kinds", [], "1 to 10000 segments"),
+        ("kinds", [], "1 to 10000 entries, one for each segment, got 0"),
         ("kinds", ["compute", "send", "compute"], "`compute` or `collective`"),
-        ("needs", [[], [0], [5]], "can only need earlier ones"),
+        ("needs", [[], [0], [5]], "can only need earlier segments"),
         ("needs", [[], [0], [True]], "whole numbers"),
-        ("needs", [[], [0], 1], "list of numbers of segments"),
-        ("needs", [[], [0]], "3 segments, but needs of 2"),
-        ("nbytes", [0, -1, 0], "whole numbers that are not negative"),
-        ("nbytes", [0], "`nbytes` of 1"),
-        ("after_commit", [3], "numbers of segments"),
+        ("needs", [[], [0], 1], "a list of segment numbers"),
+        ("needs", [[], [0]], "`needs` must have one entry for each of the 3 segments, got 2"),
+        ("nbytes", [0, -1, 0], "whole numbers from 0 .*, got -1"),
+        ("nbytes", [0], "each of the 3 segments, got 1 entries"),
+        ("after_commit", [3], "segment numbers, which are below 3 here, got 3"),
         ("after_commit", [1], "waits for the commit"),
-        ("carried", [0, 1], r"segments \[0, 1\] are not all exchanges"),
-        ("carried", [-1], "whole numbers that are not negative"),
-        ("carried", 1, "has the lists kinds, needs, after_commit, nbytes, carried"),
+        ("carried", [0, 1], r"the exchange segments \[1\], got \[0, 1\]"),
+        ("carried", [-1], "whole numbers from 0 .*, got -1"),
+        ("carried", 1, "but `carried` is missing or not a list"),
         ("local_step", 0, "true or false"),
-        ("local_step", True, "cannot be a local step"),
+        ("local_step", True, "`local_step` must be false"),
     ],
 )
 def test_another_graph_is_refused(key: str, value: object, message: str) -> None:
@@ -173,11 +173,14 @@ def test_contention_is_read_back() -> None:
 @pytest.mark.parametrize(
     ("points", "message"),
     [
-        ([], "contention is measured at one or more rates"),
-        ({}, "contention is a list of points"),
+        ([], "contention must be measured at one or more rates"),
+        ({}, "contention must be a list of points"),
         ([1], r"expected `object`, got `int` at `\[0\]`"),
-        ([{"mbps": 1, "compute": 1}], "a point of a contention has the numbers"),
-        ([{"mbps": 1, "compute": 1, "exchange": 1, "x": 1}], "a point of a contention has the num"),
+        ([{"mbps": 1, "compute": 1}], "each point of a contention must have exactly"),
+        (
+            [{"mbps": 1, "compute": 1, "exchange": 1, "x": 1}],
+            "each point of a contention must have",
+        ),
         ([{"mbps": 1, "compute": "1", "exchange": 1}], r"expected `float`, got `str` at `\[0\]"),
         ([{"mbps": 1, "compute": True, "exchange": 1}], r"got `bool` at `\[0\]"),
         ([{"mbps": 1, "compute": 10**400, "exchange": 1}], r"out of range at `\[0\]"),
@@ -237,7 +240,7 @@ def test_the_profile_of_a_run_is_what_it_took(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "name", "message"),
     [
-        ({}, "b", "no job `b`; it has resnet"),
+        ({}, "b", "no job `b`; its jobs are resnet"),
         ({"others": ("b",)}, "resnet", "ran alongside other jobs"),
         ({"others": ("b",)}, "b", "ran alongside other jobs"),
         ({"steps": 2}, "resnet", "fewer than 3 whole steps"),

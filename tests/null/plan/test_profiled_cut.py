@@ -32,8 +32,8 @@ def test_of_a_whole_step_alone_finer_cuts_are_estimated() -> None:
         ((), TypeError, "`profiles` must be one"),
         ("whole", TypeError, "`profiles` must be one"),
         ([WHOLE, 2], TypeError, "`profiles` must be one"),
-        ([WHOLE, replace(FINE, name="b")], ValueError, "have one name, got `a`, `b`"),
-        ([WHOLE, WHOLE], ValueError, "two profiles of `a` are of a step in 1 piece"),
+        ([WHOLE, replace(FINE, name="b")], ValueError, "have the same name, got `a`, `b`"),
+        ([WHOLE, WHOLE], ValueError, "two profiles of `a` have the same cut"),
         ([WHOLE, replace(FINE, ranks=4)], ValueError, "different numbers of ranks"),
     ],
 )

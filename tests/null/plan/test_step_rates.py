@@ -31,5 +31,5 @@ def test_a_job_that_makes_no_steps_has_no_rate() -> None:
 
 def test_each_job_needs_a_share() -> None:
     jobs = [Profile.whole(name, compute_s=1.0, exchange_s=1.0) for name in "ab"]
-    with pytest.raises(ValueError, match="1 shares, there are 2 jobs"):
+    with pytest.raises(ValueError, match="1 shares, but there are 2 jobs"):
         step_rates(jobs, policy=Weighted((1.0,)), until_s=1.0)

@@ -113,7 +113,7 @@ def test_depth_is_the_policys() -> None:
         (["a", "a"], {}, "two jobs have the name `a`"),
         (["a"], {"steps": 1}, "at least 2 steps"),
         (["a", "b"], {"steps": [3]}, "each of the 2 jobs"),
-        (["a", "b"], {"policy": jaxcross.Weighted((1,))}, "1 shares, there are 2 jobs"),
+        (["a", "b"], {"policy": jaxcross.Weighted((1,))}, "1 shares, but there are 2 jobs"),
         (["a"], {"steps": 200_000}, "200000 steps"),
     ],
 )

@@ -127,8 +127,8 @@ UNFIT = {
         "`allgather`",
     ),
     "another root": (lists(*([call("bcast", root=r, **TOP)] for r in (0, 1))), "root 1"),
-    "a message that is not received": (lists([send(1)], []), "does not receive it"),
-    "no such rank": (lists([send(9)]), "ranks 0 to 3 only"),
+    "a message that is not received": (lists([send(1)], []), "does not receive this message"),
+    "no such rank": (lists([send(9)]), "`dest` must be a rank of the communicator, 0 to 3, got 9"),
 }
 
 

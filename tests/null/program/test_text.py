@@ -99,16 +99,16 @@ def test_weak_and_scalar_types_survive() -> None:
         (
             6,
             "0 both <- inputs | 0-1 -> 2 | dies 1",
-            "line 7 of the program is not understood: `0 both",
+            "Line 7 of the program cannot be parsed: `0 both",
         ),
         (
             6,
             "0 compute <- inputs",
-            "line 7 of the program is not understood: `0 compute <- inputs`",
+            "Line 7 of the program cannot be parsed: `0 compute <- inputs`",
         ),
-        (8, "    psum batch", "line 9 of the program is not understood: `    psum batch`"),
-        (10, "value 0 float32", "line 11 of the program is not understood: `value 0 float32`"),
-        (2, "", "the program lacks the line(s) inputs"),
+        (8, "    psum batch", "Line 9 of the program cannot be parsed: `    psum batch`"),
+        (10, "value 0 float32", "Line 11 of the program cannot be parsed: `value 0 float32`"),
+        (2, "", "The text of the program must have a line that starts with each of `inputs`."),
     ],
 )
 def test_parse_names_the_line_it_does_not_understand(line: int, wrong: str, message: str) -> None:
@@ -121,8 +121,8 @@ def test_parse_names_the_line_it_does_not_understand(line: int, wrong: str, mess
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (with_segment(0, index=1), "segment 1 is at place 0"),
-        (with_segment(0, index=10**11), "segment 100000000000 is at place 0"),
+        (with_segment(0, index=1), "segment 1 is at position 0"),
+        (with_segment(0, index=10**11), "segment 100000000000 is at position 0"),
         (with_segment(0, inputs=(0, 3)), "value 3 is read before it is defined"),
         (with_segment(2, inputs=(1, 3)), "value 1 is read after its last use"),
         (with_segment(2, outputs=(3,)), "value 3 is defined twice"),
@@ -134,8 +134,8 @@ def test_parse_names_the_line_it_does_not_understand(line: int, wrong: str, mess
             "value 4 is freed, but the step returns it",
         ),
         (with_segment(1, last_uses=(2, 0)), "value 0 is freed where it is not read"),
-        (with_segment(0, exchanges=(SUM,)), "a compute segment holds an exchange"),
-        (with_segment(1, exchanges=()), "a collective segment holds no exchange"),
+        (with_segment(0, exchanges=(SUM,)), "compute segment 0 contains an exchange"),
+        (with_segment(1, exchanges=()), "collective segment 1 contains no exchange"),
         (program(outputs=(7,)), "result 7 is never defined"),
         (with_segment(2, last_uses=(0,)), "values [3] are never freed"),
     ],
@@ -224,17 +224,17 @@ def test_mismatch_names_both_ranks_and_the_first_line() -> None:
     parted = more.replace("segment: 2", "segment: 1, 1")
     message = signature_mismatch("step", [more, parted])
     assert message.startswith(
-        "ranks 0 and 1 divide the exchanges of `step` into segments differently, by number in "
-        "each:\n"
+        "ranks 0 and 1 divide the exchanges of `step` into segments differently. The numbers of "
+        "exchanges in each segment are\n"
     )
     assert "\n    rank 0: 2\n    rank 1: 1, 1\n" in message
-    with pytest.raises(ValueError, match="the signatures are equal"):
+    with pytest.raises(ValueError, match="signatures of `step` are equal"):
         signature_mismatch("step", [mine, mine])
 
 
 def test_a_parsed_program_cannot_be_compiled() -> None:
     with pytest.raises(
-        ValueError, match="^program `step` was read from text and has no equations to compile"
+        ValueError, match="^Program `step` cannot be compiled, because it was parsed from text"
     ):
         stages.compile(parse(program().text()))
 
@@ -262,6 +262,6 @@ def test_axes_that_are_not_understood() -> None:
     text = program().text().replace("axes batch=2", "axes batch=two")
     with pytest.raises(
         ValueError,
-        match="^line 2 of the program is not understood: `axes batch=two` \\(no axes like",
+        match="^Line 2 of the program cannot be parsed: `axes batch=two` \\(expected axes like",
     ):
         parse(text)

@@ -204,7 +204,7 @@ def test_a_damaged_file_is_a_clear_error(tmp_path, damage):
     assert text != RUN.to_json()
     (tmp_path / PROGRESS_FILE).write_text(text)
     with pytest.raises(
-        ValueError, match=r"progress\.json` is not the progress of a run, or is of another version"
+        ValueError, match=r"progress\.json` is not the progress of a run, so it is damaged or"
     ):
         read_progress(tmp_path)
 

@@ -134,7 +134,7 @@ def test_a_studys_direction_and_pruner_count() -> None:
             {"directions": ["maximize", "minimize"]},
             {},
             ValueError,
-            "has 2 objectives",
+            "because a sweep has one metric, got 2 objectives",
         ),
         (None, {}, TypeError, "`study` of `Optuna` must be a study"),
         ({}, {"space": None}, TypeError, "`space` of `Optuna` must be a dict"),

@@ -34,7 +34,8 @@ def test_groups_are_positions_within_the_axes():
         1,
     )
     with pytest.raises(
-        ValueError, match=r"^No group of `axis_index_groups`=.* holds position 1 of \('a', 'b'\)\."
+        ValueError,
+        match=r"^`axis_index_groups` must contain each index over \('a', 'b'\), but 1 is missing",
     ):
         mesh.group(("a", "b"), [[0, 2]])
 
@@ -55,9 +56,15 @@ MESSAGES = [
         {"a": 3, "b": -1},
         "4 ranks cannot be split over {'a': 3, 'b': -1}: 4 is not a multiple of 3.",
     ),
-    ({"a": -1, "b": -1}, "Only one axis may be -1, but 'a', 'b' are."),
-    ({"a": 0}, "Axis 'a' has size 0: a size is 1 or more, or -1 for what is left."),
-    ({}, "A mesh needs at least one axis."),
+    ({"a": -1, "b": -1}, "Only one size in `axes` may be -1, got -1 for 'a', 'b'."),
+    (
+        {"a": 0},
+        (
+            "`axes` must map strings to whole numbers, 1 or more, or -1 for the remaining ranks, "
+            "got size 0 for axis 'a'."
+        ),
+    ),
+    ({}, "`axes` must contain at least one axis, got `{}`."),
 ]
 
 
@@ -71,5 +78,5 @@ def test_unknown_and_repeated_axes():
     mesh = make_rank_grid({"a": 2, "b": 2}, rank=0, size=4)
     with pytest.raises(ValueError, match=r"^Unknown axis 'c': the mesh has 'a', 'b'."):
         mesh.group(("c",))
-    with pytest.raises(ValueError, match=r"^An axis is named twice in"):
+    with pytest.raises(ValueError, match=r"^An exchange must name each axis once, got"):
         mesh.group(("a", "a"))

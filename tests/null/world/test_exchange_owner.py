@@ -20,7 +20,7 @@ def test_run_is_rejected_while_a_thread_is_in_a_step() -> None:
     with owner.step("mine"):
         with pytest.raises(
             JobError,
-            match=f"^A run was to begin in thread `{name}` while thread `{name}` is in `mine`",
+            match=f"^A run can't start in thread `{name}` while thread `{name}` is running `mine`",
         ):
             owner.run()
         with pytest.raises(JobError, match="^`second` was called"):
@@ -35,7 +35,7 @@ def test_step_is_rejected_before_a_run_has_lanes() -> None:
     with owner.run():
         with pytest.raises(
             JobError,
-            match=r"^`mine` was called from thread .* is in `runner\.run\(\)`\. Ranks meet",
+            match=r"^`mine` was called from thread .* is running `runner\.run\(\)`\. Exch",
         ):
             owner.step("mine")
         with pytest.raises(JobError, match="^A run is in progress in this process"):
