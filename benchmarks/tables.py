@@ -24,6 +24,7 @@ from pages import (
     carried,
     exchanges,
     installations,
+    lora,
     plan,
     race,
     reliability,
@@ -41,6 +42,7 @@ TABLES = (
     | reliability.TABLES
     | plan.TABLES
     | carried.TABLES
+    | lora.TABLES
     | installations.TABLES
 )
 

@@ -18,6 +18,8 @@ from tests.support import warm_python
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
+LORA_AT_TOY_SIZE = ("--features", 32, "--length", 16, "--steps", 30, "--base-steps", 30)
+
 
 def run(env: Mapping[str, str], *arguments: object, timeout: float = 240) -> str:
     """Runs an example and returns its output; fails with all of it if the example fails."""
@@ -45,6 +47,12 @@ def test_mnist_sweep(tmp_path: Path, quick_compiler: dict[str, str]) -> None:
 @pytest.mark.integration
 def test_nnx_mlp(quick_compiler: dict[str, str]) -> None:
     assert "in both idioms" in run(quick_compiler, "nnx_mlp.py", "--steps", 50, "--hidden", 16)
+
+
+@pytest.mark.exhaustive
+def test_lora(quick_compiler: dict[str, str]) -> None:
+    out = run(quick_compiler, "lora.py", *LORA_AT_TOY_SIZE)
+    assert "All 4 adapters use one copy" in out and "bit for bit the one" in out
 
 
 @pytest.mark.exhaustive

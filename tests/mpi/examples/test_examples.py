@@ -45,6 +45,13 @@ def test_nnx_mlp(mpirun: Callable[..., Any], quick_compiler: dict[str, str]) -> 
     assert done.stdout.count("in both idioms") == 1
 
 
+def test_lora(mpirun: Callable[..., Any], quick_compiler: dict[str, str]) -> None:
+    """The example itself compares each adapter with the one that its job trains alone."""
+    words = ("--features", "32", "--length", "16", "--steps", "30", "--base-steps", "30")
+    done = mpirun(2, str(EXAMPLES / "lora.py"), *words, env=quick_compiler).check()
+    assert done.stdout.count("Each adapter is bit for bit the one") == 1
+
+
 @NEEDS_MPI4JAX
 @pytest.mark.parametrize(
     "ranks", [3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 4))]
