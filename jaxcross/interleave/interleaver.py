@@ -452,7 +452,9 @@ class Interleaver:
             mine = self._jobs[slot.job]
             call = mine.call
             if call is None:
-                raise InternalError(f"job {slot.job} has an admitted step, but no call")
+                raise InternalError(
+                    f"job {slot.job} has been given a slot for a step it never called"
+                )
             zero = mine.failed is not None
             # Bail out if some inputs haven't been dispatched here yet. Every later event brings us
             # back here.

@@ -218,8 +218,9 @@ class Weighted:
             map(_is_number, [*numbers, 1.0 if self.joining is None else self.joining])
         ):
             raise TypeError(
-                "`Weighted` takes a share for each job, as in `Weighted((4, 1))`, got "
-                f"`shares={self.shares!r}` and `joining={self.joining!r}`."
+                "`Weighted` takes a number for each job, as in `Weighted((4, 1))`, and optionally "
+                f"one for jobs that are added later, got `shares={self.shares!r}` and "
+                f"`joining={self.joining!r}`."
             )
         if not numbers or not all(math.isfinite(share) and share > 0 for share in numbers):
             raise ValueError(

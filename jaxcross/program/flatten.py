@@ -98,9 +98,9 @@ class Flattener(Emitter):
             return self._unroll(eqn, inside[0], args)
         if inside and not whole and name not in ("scan", "while"):
             raise CutError(
-                f"an exchange inside `{name}` cannot be cut at {compat.source_of(eqn)}: jaxcross "
-                "inlines jit, remat, custom derivatives and linear solvers, splits cond, unrolls "
-                "short scans and keeps other loops whole. Move the exchange out of it. "
+                f"an exchange inside `{name}` cannot be cut at {compat.source_of(eqn)}. Move the "
+                f"exchange out of the `{name}`: jaxcross only cuts through jit, remat, custom "
+                "derivatives, linear solvers, cond and loops. "
                 "See docs/explanation/cutting.md#flattening-rule-1."
             )
         return lockstep.emit(self, eqn, args) if inside else self.keep(eqn, args)
@@ -187,8 +187,8 @@ class Flattener(Emitter):
                 raise CutError(
                     f"a `shard_map` at {compat.source_of(eqn)} splits an argument of shape "
                     f"{given.aval.shape} into {wanted.aval.shape}, but under jaxcross a step gets "
-                    "its rank's own shards. Make the whole step one `shard_map`, with nothing "
-                    "before or after it."
+                    "only its rank's shards, which it can't split further. Wrap the whole step "
+                    "in a single `shard_map`, with nothing before or after it."
                 )
 
     def _cond(self, eqn: compat.Equation, args: list[Any], *, whole: bool) -> Sequence[Any]:

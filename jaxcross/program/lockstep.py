@@ -481,9 +481,9 @@ class _Rewriter:
         if any(not x.axes for x in equality.exchanges(eqn)):
             raise CutError(
                 f"the conditional at {compat.source_of(eqn)} calls mpi4jax and exchanges over "
-                "named axes, and ranks may decide it differently: their exchanges would be mixed "
-                "up. Let all ranks decide the same, e.g. by `jax.lax.pmax(predicate, axis)`, or "
-                "move the calls or the exchanges out of it. "
+                "named axes, and ranks may take different branches: their exchanges would be "
+                "mixed up. Let all ranks take the same branch, e.g. by `jax.lax.pmax(predicate, "
+                "axis)`, or move the calls or the exchanges out of it. "
                 "See docs/reference/limits.md#steps-that-call-mpi4jax."
             )
         _check_no_refs(eqn)
@@ -521,10 +521,10 @@ def _check_no_refs(eqn: Equation) -> None:
     if eqn.primitive.name == "cond":
         raise CutError(
             f"the conditional at {compat.source_of(eqn)} exchanges in a branch, uses a mutable "
-            "array from outside of it, and ranks may decide it differently. A rank that does not "
+            "array from outside of it, and ranks may take different branches. A rank that does not "
             "take the branch runs it as well, for the sake of the exchange, and would write to the "
-            "array. Let the branch return the array as a value, or let all ranks decide the "
-            "same, e.g. by `jax.lax.pmax(predicate, axis)`. "
+            "array. Let the branch return the array as a value, or let all ranks take the "
+            "same branch, e.g. by `jax.lax.pmax(predicate, axis)`. "
             "See docs/reference/limits.md#loops."
         )
     raise CutError(

@@ -256,8 +256,8 @@ def _read_file(
         most_bytes = tail_bytes or MOST_BYTES
         if not stat.S_ISREG(facts.st_mode):
             raise ValueError(
-                f"`{path}` is not a file, but e.g. a folder or a pipe. Move it out of the event "
-                "folder."
+                f"`{path}` is not a regular file, but e.g. a folder or a pipe. Move it out of the "
+                "event folder."
             )
         if not facts.st_size:
             raise ValueError(

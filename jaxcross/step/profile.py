@@ -140,7 +140,8 @@ class Profile:
         if len(report.jobs) > 1 and not report.rounds.in_turn:
             raise ValueError(
                 f"`{name}` ran alongside other jobs, but a profile must be of a job that runs "
-                "alone. Run it alone, or in turn."
+                "alone. Use the report of a run with a single job or with "
+                "`policy=jaxcross.Sequential()`."
             )
         if facts.program is None:
             raise ValueError(

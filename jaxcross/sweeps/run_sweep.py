@@ -210,7 +210,7 @@ def _mode(
     if mode is None:
         raise ValueError(
             f'`mode` must say which `{metric}` is better: `mode="max"` for the largest, '
-            '`mode="min"` for the smallest. Only the study of `Optuna` has a direction.'
+            '`mode="min"` for the smallest. Only a search by `Optuna` brings its own direction.'
         )
     return mode
 

@@ -235,7 +235,8 @@ class Mesh:
             if not np.ndim(leaf):
                 raise ValueError(
                     f"The batch's `{jax.tree_util.keystr(path)}` is a scalar, so it has no rows "
-                    "to divide among the ranks. Leave it out, or give it a first dimension."
+                    "to divide among the ranks. Pass it outside the batch, or give it a first "
+                    "dimension."
                 )
             return self.part(leaf, (self.batch or None,), rank)
 
