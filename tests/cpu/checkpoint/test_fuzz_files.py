@@ -163,4 +163,4 @@ def test_data_position_must_belong_to_the_stream(changes):
     else:
         why = ""
         assert batches.step == state["step"] >= 0
-    assert why == "" or "This data state" in why
+    assert why == "" or "data state" in why
