@@ -23,8 +23,8 @@ from pages import (
     benchmarks,
     carried,
     exchanges,
+    fine_tuning,
     installations,
-    lora,
     plan,
     race,
     reliability,
@@ -42,7 +42,7 @@ TABLES = (
     | reliability.TABLES
     | plan.TABLES
     | carried.TABLES
-    | lora.TABLES
+    | fine_tuning.TABLES
     | installations.TABLES
 )
 

@@ -1,4 +1,4 @@
-"""One rank of benchmarks/lora.py: trains LoRA adapters of one frozen base model.
+"""One rank of benchmarks/fine_tuning.py: trains LoRA adapters of one frozen base model.
 
 `--case` is the number of adapters. Without `--job`, the process trains all of them in crossover, on
 one copy of the base. With `--job N`, it trains only adapter N, on its own copy.

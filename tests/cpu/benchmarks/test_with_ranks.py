@@ -134,16 +134,16 @@ def test_joint_start(smoke):
 
 @pytest.mark.integration
 @pytest.mark.usefixtures("lab")
-def test_lora(smoke, tmp_path):
+def test_fine_tuning(smoke, tmp_path):
     """The benchmark itself compares the losses of both ways."""
-    result = smoke("lora.py", "--png", str(tmp_path / "lora.png"))
+    result = smoke("fine_tuning.py", "--png", str(tmp_path / "time.png"))
     assert [row["adapters"] for row in result["rows"]] == [1, 2]
     for row in result["rows"]:
         one, many = row["crossover"], row["k processes"]
         assert one["base_bytes"] * row["adapters"] == many["base_bytes"], "each process has a base"
         assert one["adapters_bytes"] == many["adapters_bytes"]
         assert one["s"]["median"] > 0 and many["s"]["median"] > 0
-    assert (tmp_path / "lora.png").stat().st_size > 10_000
+    assert (tmp_path / "time.png").stat().st_size > 10_000
 
 
 @pytest.mark.integration

@@ -1,6 +1,6 @@
 """Do k LoRA adapters of one base train faster, and in less memory, in one process than in k?
 
-    python benchmarks/lora.py [--rate 100mbit] [--adapters 1,2,4,8] [--repeats 5]
+    python benchmarks/fine_tuning.py [--rate 100mbit] [--adapters 1,2,4,8] [--repeats 5]
                               [--json FILE] [--png FILE] [--smoke]
 
 There are two hosts with one core each and a shaped link, as in `race.py`. The base is a decoder
@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import lora_show
+import fine_tuning_show
 from race_file import out_file
 from rivals.cases import RANKS
 from rivals.teams import Stage, Team, lab_or_exit
@@ -72,7 +72,7 @@ def main() -> int:
     repeats = 1 if args.smoke else args.repeats
     result: dict[str, Any] = {"rate": args.rate, "steps": args.steps, "rows": []}
     with (
-        tempfile.TemporaryDirectory(prefix="lora-") as folder,
+        tempfile.TemporaryDirectory(prefix="fine-tuning-") as folder,
         lab_or_exit(hosts=2, rate=args.rate) as lab,
         Stage(lab, Path(folder), keeps_memory=False) as stage,
     ):
@@ -117,7 +117,7 @@ def main() -> int:
         )
     write_json(args.json, __doc__, result)
     if args.png:
-        lora_show.draw(result, args.png)
+        fine_tuning_show.draw(result, args.png)
     return 0
 
 

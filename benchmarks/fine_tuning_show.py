@@ -1,4 +1,4 @@
-"""Draws the result of `lora.py`: time and memory against the number of adapters. Pure."""
+"""Draws the result of `fine_tuning.py`: time and memory against the number of adapters. Pure."""
 
 from __future__ import annotations
 

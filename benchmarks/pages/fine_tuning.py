@@ -18,7 +18,7 @@ def adapters(read: Read, _: str) -> Iterator[tuple[str, ...]]:
         "k processes, GB",
         "jaxcross relative to base and states",
     )
-    for row in read("lora")["rows"]:
+    for row in read("fine_tuning")["rows"]:
         crossover, processes = row["crossover"], row["k processes"]
         yield (
             str(row["adapters"]),
@@ -31,4 +31,4 @@ def adapters(read: Read, _: str) -> Iterator[tuple[str, ...]]:
         )
 
 
-TABLES: dict[str, Table] = {"lora": adapters}
+TABLES: dict[str, Table] = {"fine-tuning": adapters}
