@@ -12,12 +12,15 @@ run:
 Both ways use jaxcross and the same steps, so we also check that their losses are equal bit for bit.
 
 Memory is the largest resident set of a host while the steps run, minus that of a process that has
-compiled its steps but holds no base. It is given per host, summed over its processes.
+compiled its steps but holds no base. It is given per host, summed over its processes. We make
+malloc return freed memory to the kernel at once, so that the figures don't depend on how much of it
+malloc would keep.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 from pathlib import Path
@@ -28,6 +31,8 @@ from race_file import out_file
 from rivals.cases import RANKS
 from rivals.teams import Stage, Team, lab_or_exit
 from workloads import parser, spread, write_json
+
+RETURN_MEMORY = "glibc.malloc.mmap_threshold=1000000:glibc.malloc.arena_max=1"
 
 
 def turn(stage: Stage, teams: list[Team], *, steps: int, count: int) -> dict[str, Any]:
@@ -70,6 +75,7 @@ def main() -> int:
     args = options.parse_args()
     ks = [1, 2] if args.smoke else args.adapters
     repeats = 1 if args.smoke else args.repeats
+    os.environ["GLIBC_TUNABLES"] = RETURN_MEMORY  # of the ranks
     result: dict[str, Any] = {"rate": args.rate, "steps": args.steps, "rows": []}
     with (
         tempfile.TemporaryDirectory(prefix="fine-tuning-") as folder,
