@@ -1,4 +1,4 @@
-"""Writes files atomically, and locks files. Uses only the standard library.
+"""Writes files atomically, locks files, and names folders. Uses only the standard library.
 
 A process that's killed while it's writing a file leaves it incomplete, and the old content is gone.
 So we first write the new content to a temporary file (the "draft") and then rename that file, which
@@ -7,6 +7,11 @@ the content does, so we flush the draft to disk before we rename it, and afterwa
 which contains the file's name.
 
 File locks show whether another process is using a file.
+
+In the names of folders that a run writes to, `{time}` stands for the time when the run was started.
+All ranks must replace it by the same text, even after a restart by the launcher. So `jaxcross
+launch` passes this text to the ranks in an environment variable. If the ranks weren't started by
+`jaxcross launch`, `initialize()` sets the variable to rank 0's time on all ranks.
 """
 
 from __future__ import annotations
@@ -15,16 +20,67 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 _log = logging.getLogger("jaxcross")
 
+TIME = "JAXCROSS_TIME"
+"""Environment variable that holds the text by which `{time}` is replaced in folder names."""
+
+_PLACEHOLDER = re.compile(r"\{[^{}/]*\}")
 _NOT_FOR_FOLDERS = (errno.EBADF, errno.EINVAL, errno.ENOTSUP)
+
+
+def start_time() -> str:
+    """Returns the current local time as part of a folder's name, down to the millisecond."""
+    now_s = time.time()
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_s))
+    return f"{stamp}-{int(now_s % 1 * 1000):03d}"
+
+
+def check_placeholders(folder: str | os.PathLike[str]) -> None:
+    """Checks that a folder's name contains no placeholder other than `{time}`.
+
+    Raises:
+        ValueError: It contains a different placeholder.
+    """
+    name = os.fspath(folder)
+    unknown = [each for each in _PLACEHOLDER.findall(name) if each != "{time}"]
+    if unknown:
+        raise ValueError(
+            f"`{name}` contains `{unknown[0]}`, which can't be replaced. The only placeholder in "
+            "the name of a folder is `{time}`, the time when the run was started."
+        )
+
+
+def with_time(folder: str | os.PathLike[str], environ: Mapping[str, str] | None = None) -> Path:
+    """Returns a folder's path, with `{time}` replaced by the time when the run was started.
+
+    Args:
+        folder: The folder, as named by the user.
+        environ: The environment; by default, that of this process.
+
+    Raises:
+        ValueError: There's a placeholder other than `{time}`, or the time isn't known, because this
+            process is neither the launcher nor a rank.
+    """
+    check_placeholders(folder)
+    name = os.fspath(folder)
+    if "{time}" not in name:
+        return Path(name)
+    started = (os.environ if environ is None else environ).get(TIME)
+    if not started:
+        raise ValueError(
+            f"`{name}`: `{{time}}` can't be replaced, because `jaxcross.initialize()` hasn't been "
+            "called in this process. Call it first, or give an existing folder by its actual name."
+        )
+    return Path(name.replace("{time}", started))
 
 
 def write_whole(

@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import TypeVar
 
+from jaxcross._files import with_time
 from jaxcross._pytree import forms_of, narrowed, rebuild, unlike
 from jaxcross.checkpoint.folders import Folders, folder_name, step_of
 from jaxcross.checkpoint.part import Part, UnknownFormatError, UnusableError
@@ -49,7 +50,7 @@ def load_checkpoint(
         >>> state, step = jaxcross.load_checkpoint("checkpoints", "a", init())  # doctest: +SKIP
     """
     log = JobLog(job, lambda _: None)
-    path = Path(directory).absolute() / folder_name(job)
+    path = with_time(directory).absolute() / folder_name(job)
     parts = _complete(log, path)
     if not parts:
         raise log.error(

@@ -18,7 +18,7 @@ import jax
 
 from jaxcross._arguments import is_whole
 from jaxcross._endings import JobStatus
-from jaxcross._files import write_whole
+from jaxcross._files import check_placeholders, with_time, write_whole
 from jaxcross.checkpoint.checkpointer import JobCheckpointer, Writer
 from jaxcross.checkpoint.folders import SET_FILE, Folders, folder_name
 from jaxcross.checkpoint.job_list import JobList, read
@@ -41,7 +41,9 @@ class Checkpoints:
 
     Args:
         directory: A folder on a POSIX file system, which may be shared by all nodes or local to
-            each of them. Only one run may use it at a time.
+            each of them. Only one run may use it at a time. As in all folders that a run writes to,
+            `{time}` stands for the time when the run was started; it's the same on all ranks and
+            after a restart by `jaxcross launch`. To resume a run later, pass the actual name.
         every: The interval, in steps, at which the plain loop of `jaxcross.Job` saves. If None, it
             saves only when it ends or is interrupted. In a loop that you write yourself, call
             `job.save` instead.
@@ -54,8 +56,9 @@ class Checkpoints:
     Raises:
         TypeError: `directory` isn't a path, `every` or `keep` isn't a whole number, or `best` isn't
             a string.
-        ValueError: `every` or `keep` is below 1, `directory` is empty, or `mode` is missing or
-            invalid for `best`, or was passed without it.
+        ValueError: `every` or `keep` is below 1, `directory` is empty or contains a placeholder
+            other than `{time}`, or `mode` is missing or invalid for `best`, or was passed without
+            it.
 
     Example:
         >>> checkpoints = jaxcross.Checkpoints("checkpoints", every=1000)  # doctest: +SKIP
@@ -78,6 +81,7 @@ class Checkpoints:
             raise ValueError(
                 "`directory` of the checkpoints must be the path of a folder, got an empty text."
             )
+        check_placeholders(self.directory)
         for name, value in (("every", self.every), ("keep", self.keep)):
             if value is None and name == "every":
                 continue
@@ -106,7 +110,7 @@ class Checkpoints:
     @property
     def path(self) -> Path:
         """The folder as an absolute path, because a job may change the working directory."""
-        return Path(self.directory).absolute()
+        return with_time(self.directory).absolute()
 
 
 class Session:

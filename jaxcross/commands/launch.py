@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -24,6 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxcross._files import TIME, start_time, with_time
 from jaxcross._processes import related
 from jaxcross.commands import end_with
 from jaxcross.commands.hosts import (
@@ -67,6 +69,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "launch", help="start a script on several MPI ranks", description=__doc__
     )
     add_options(parser)
+    add_output_options(parser)
     add_restart_options(parser)
     parser.add_argument(
         "-m",
@@ -95,7 +98,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hosts", metavar="A,B", help="hosts that share the ranks equally (default: this machine)"
     )
-    parser.set_defaults(max_restarts=0)
+    parser.set_defaults(max_restarts=0, tag=False, log_dir=None)
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for the ranks' output, shared by the commands that train."""
+    parser.add_argument(
+        "--tag", action="store_true", help="begin each line of output with its rank, as `[1] `"
+    )
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help=(
+            "also write the output of rank N to `DIR/attempt-1/rank-N.log`; a restart or a later "
+            "run with the same folder writes to `attempt-2`, and so on"
+        ),
+    )
 
 
 def add_restart_options(parser: argparse.ArgumentParser) -> None:
@@ -182,16 +201,30 @@ def _start(
     mpirun: Mpirun,
     variables: Mapping[str, str],
 ) -> int:
+    started = {TIME: start_time()}
     folder = args.events or os.environ.get("JAXCROSS_EVENTS") or None
     # We need to read event files written by ranks on other hosts. Those hosts can't see a temporary
     # folder in this machine's /tmp, so put it in the working directory: if the hosts share any
     # folder with this machine, it's that one.
     where = Path.cwd() if hosts else None
-    events = Path(folder or "jaxcross-events")
+    try:
+        events = with_time(folder or "jaxcross-events", started)
+        logs = None if args.log_dir is None else with_time(args.log_dir, started).absolute()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
 
     def run_once(hosts: Sequence[str]) -> Ended:
         return _run_once(
-            args, program, mpirun, hosts, events, named=folder is not None, variables=variables
+            args,
+            program,
+            mpirun,
+            hosts,
+            events,
+            named=folder is not None,
+            logs=logs,
+            variables={**started, **variables},
+            draw=not variables,
         )
 
     made = folder is None and not args.dry_run
@@ -232,6 +265,8 @@ def _checked(args: argparse.Namespace, program: Sequence[str]) -> tuple[str, ...
         raise ValueError(f"Name the script to start: `jaxcross launch -n {args.ranks} train.py`.")
     if args.max_restarts < 0:
         raise ValueError(f"`--max-restarts` must be at least 0, got {args.max_restarts}.")
+    if (args.tag or args.log_dir is not None) and sys.platform != "linux":
+        raise ValueError("`--tag` and `--log-dir` need Linux. Leave them out.")
     hosts = parse_hosts(args.hosts) if args.hosts is not None else ()
     if hosts and args.ranks % len(hosts):
         raise ValueError(
@@ -288,7 +323,9 @@ def _run_once(
     events: Path,
     *,
     named: bool,
+    logs: Path | None,
     variables: Mapping[str, str],
+    draw: bool,
 ) -> Ended:
     """Prints the command for these hosts, runs it once, and explains how it ended.
 
@@ -302,10 +339,20 @@ def _run_once(
     if "PYTHONFAULTHANDLER" not in os.environ:
         notes["PYTHONFAULTHANDLER"] = "1"  # prints the Python stack after a segmentation fault
     ranks = args.ranks // len(args.hosts.split(",")) * len(hosts) if hosts else args.ranks
+    attempt = None if logs is None else next_attempt(logs)
+    if attempt is not None and not args.dry_run:
+        try:
+            attempt.mkdir(parents=True)
+        except OSError as error:
+            print(
+                f"`--log-dir`: the folder `{attempt}` can't be created: {error.strerror}.",
+                file=sys.stderr,
+            )
+            return Ended(code=1)
     line, extra = mpirun_command(
         mpirun=mpirun,
         ranks=ranks,
-        program=supervised(python_program(program)),
+        program=supervised(python_program(program), tag=args.tag, logs=attempt),
         root=os.geteuid() == 0,
         cores=xla_pool.cores(),
         environ={**os.environ, **notes},
@@ -318,12 +365,15 @@ def _run_once(
         print(f"jaxcross launch: {text}", file=sys.stderr, flush=True)
     if args.dry_run:
         return Ended(code=0)
+    if attempt is not None:
+        text = f"the output of each rank is also written to `{attempt}`."
+        print(f"jaxcross launch: {text}", file=sys.stderr, flush=True)
     files = RunFiles(events=events, earlier=latest_run(events), hosts=hosts, ranks=ranks)
     environ = {**os.environ, **extra, **notes}
     columns = screen_width(os.environ)
     if columns and "COLUMNS" not in environ:
         environ["COLUMNS"] = str(columns)  # ranks write to a pipe, so they can't tell the width
-    console = None if variables else live_table.terminal(os.environ)
+    console = live_table.terminal(os.environ) if draw else None
     if console is None:
         with live_table.start_lines(events, ranks, os.environ):
             code, stops = _run(line, environ, mpirun.vendor, files=files)
@@ -476,14 +526,32 @@ def python_program(program: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", RANK, *program]
 
 
-def supervised(program: Sequence[str]) -> list[str]:
+def supervised(program: Sequence[str], *, tag: bool = False, logs: Path | None = None) -> list[str]:
     """Returns a command that runs a rank's command under a supervisor.
 
     If the rank dies, the supervisor keeps `mpirun` from terminating the others right away.
+
+    Args:
+        program: The command.
+        tag: Whether each line of output begins with the rank.
+        logs: The folder for the log files, if any.
     """
     if sys.platform != "linux":
         return list(program)
-    return [sys.executable, "-I", "-S", str(SUPERVISOR), str(HOLD_S), *program]
+    options = ["--tag"] * tag
+    if logs is not None:
+        options.append(f"--log={logs}")
+    return [sys.executable, "-I", "-S", str(SUPERVISOR), *options, str(HOLD_S), *program]
+
+
+def next_attempt(logs: Path) -> Path:
+    """Returns the next folder `attempt-N` in a folder of logs, which needn't exist."""
+    taken = [
+        int(found[1])
+        for path in logs.glob("attempt-*")
+        if (found := re.fullmatch(r"attempt-(\d+)", path.name))
+    ]
+    return logs / f"attempt-{max(taken, default=0) + 1}"
 
 
 def mpirun_command(
@@ -533,6 +601,7 @@ def mpirun_command(
 
 _TO_HOSTS = (
     "JAXCROSS_EVENTS",
+    "JAXCROSS_TIME",
     "JAXCROSS_LINK",
     "PYTHONFAULTHANDLER",
     "NPROC",

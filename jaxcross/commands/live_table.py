@@ -193,8 +193,9 @@ class LaunchTable:
                 end = "\n"
                 text = ""
             # Anything without a trailing newline is probably a progress bar or a prompt from the
-            # script. Show it right above the table, where later output can replace it.
-            self._partial[name] = text.rpartition("\r")[2]
+            # script. Show it right above the table, where later output can replace it. A progress
+            # bar begins with a carriage return or, with `--tag`, ends with it.
+            self._partial[name] = text.removesuffix("\r").rpartition("\r")[2]
             if end:
                 self._console.print(Text.from_ansi(lines), soft_wrap=True)
 

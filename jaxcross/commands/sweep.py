@@ -61,6 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="where the sweep is kept (default: %(default)s)",
     )
     launch.add_options(parser)
+    launch.add_output_options(parser)
     launch.add_restart_options(parser)
     parser.set_defaults(run=run)
 

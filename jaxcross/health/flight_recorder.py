@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import final
 
 from jaxcross._endings import ExitKind
-from jaxcross._files import write_whole
+from jaxcross._files import with_time, write_whole
 from jaxcross.errors import shortened
 from jaxcross.health.activity import Activity
 from jaxcross.health.process import ProcessId
@@ -80,8 +80,9 @@ class FlightRecorder:
 
         Raises:
             OSError: The folder or the file can't be created.
+            ValueError: The folder's name contains an unknown placeholder.
         """
-        folder = Path(folder).absolute()  # the script may change its working directory later
+        folder = with_time(folder).absolute()  # the script may change its working directory later
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{self._rank}.jsonl"
         with self._rotating:  # another thread may be starting a new file right now

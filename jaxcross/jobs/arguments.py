@@ -17,6 +17,7 @@ from typing import Any, TypedDict
 import jax
 
 from jaxcross._arguments import check_choice, is_whole
+from jaxcross._files import check_placeholders
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import clause, shortened
 from jaxcross.health import FlightRecorder
@@ -185,12 +186,15 @@ def check_folder(what: str, folder: Any) -> None:
 
     Raises:
         TypeError: It isn't a path.
-        ValueError: It's an empty string, which would mean the current working directory.
+        ValueError: It's an empty string, which would mean the current working directory, or it
+            contains an unknown placeholder.
     """
     if folder is not None and not isinstance(folder, str | os.PathLike):
         raise _wrong(what, "the path of a folder, or None", folder)
     if folder == "":
         raise ValueError(f"{what} must be the path of a folder, or None, got an empty text.")
+    if folder is not None:
+        check_placeholders(folder)
 
 
 def record_events(flight: FlightRecorder, folder: str | os.PathLike[str]) -> None:

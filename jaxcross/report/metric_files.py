@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, final
 from urllib.parse import quote
 
-from jaxcross._files import holder, lock, replacing
+from jaxcross._files import holder, lock, replacing, with_time
 from jaxcross._schema import spelt, unspelt
 from jaxcross.interleave import Instrument
 
@@ -49,7 +49,7 @@ class MetricFiles(Instrument):
     """
 
     def __init__(self, folder: str | Path, checkpoints: Path | None = None) -> None:
-        self._folder = Path(folder).absolute()
+        self._folder = with_time(folder).absolute()
         self._checkpoints = checkpoints
         self._jobs: dict[str, _JobFiles | None] = {}
         self._early: dict[

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, final
 from urllib.parse import quote
 
+from jaxcross._files import with_time
 from jaxcross.errors import require_extra
 from jaxcross.interleave import Instrument
 from jaxcross.report.metric_files import flatten_metrics
@@ -35,7 +36,7 @@ class TensorBoard(Instrument):
 
     def __init__(self, folder: str | Path) -> None:
         require_extra("tensorboard", "`TensorBoard`", "tensorboardX")
-        self._folder = Path(folder).absolute()
+        self._folder = with_time(folder).absolute()
         self._writers: dict[str, Any] = {}
         atexit.register(self.close)
 

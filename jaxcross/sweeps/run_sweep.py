@@ -14,10 +14,10 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from jaxcross._endings import JobStatus
+from jaxcross._files import with_time
 from jaxcross.checkpoint import Checkpoints
 from jaxcross.errors import ExchangeError, InternalError, JobError
 from jaxcross.jobs import (
@@ -168,7 +168,9 @@ def sweep(
             pruner="" if pruner is None else type(pruner).__name__,
             keep=keep,
             # `jaxcross estimate` runs only one step, and mustn't write anything.
-            folder=None if folder is None or world.estimate_request else Path(folder).absolute(),
+            folder=None
+            if folder is None or world.estimate_request
+            else with_time(folder).absolute(),
         )
         arguments.check_trial_policy(
             options.get("policy"), concurrent, prunes=settings.pruner not in ("", "NopPruner")

@@ -18,6 +18,7 @@ from typing import Any
 
 from jaxcross import _jax_compat as compat
 from jaxcross._endings import ExitKind
+from jaxcross._files import TIME, start_time
 from jaxcross._versions import mpi4jax_fault, mpi4jax_remedy
 from jaxcross.errors import ExchangeError, clause
 from jaxcross.health import (
@@ -78,10 +79,13 @@ def initialize(
     interactive session (Python's prompt or a notebook), uncaught exceptions don't terminate
     anything. SIGTERM works like Ctrl-C, with exit code 143.
 
-    There are two environment variables:
+    There are three environment variables:
 
     - `JAXCROSS_EVENTS` names a folder in which each rank records its activities to a file, for
       `jaxcross doctor --post-mortem`.
+    - `JAXCROSS_TIME` is the text that replaces `{time}` in the names of folders that a run writes
+      to. `jaxcross launch` sets it. If it isn't set, the time when the ranks have joined is used.
+      All ranks then get rank 0's value, so you can use the variable to name files of your own.
     - `JAXCROSS_CHECK_CALLS` makes checks less frequent. Whenever you call a step outside a run, the
       ranks first check that they are all calling the same step; set this to n to do so only on
       every n-th call. If the variable differs between ranks, the largest value wins.
@@ -271,6 +275,8 @@ def _join(
         if advice is not None:
             _log.warning(advice)
 
+    # Names of folders may contain this time, so all ranks use rank 0's.
+    os.environ[TIME] = world.bcast(os.environ.get(TIME) or start_time())
     processes = world.allgather(process.this_process())
     flight = _flight_recorder(processes, rank, os.environ.get("JAXCROSS_EVENTS", ""))
     sigterm = SigtermHandler(flight)

@@ -4,13 +4,23 @@ one.
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
-from jaxcross._files import lock, replacing, write_whole
+from jaxcross._files import (
+    TIME,
+    check_placeholders,
+    lock,
+    replacing,
+    start_time,
+    with_time,
+    write_whole,
+)
 
 
 @pytest.mark.parametrize("content", ["text\r\n", b"\x00bytes"])
@@ -88,3 +98,33 @@ def test_a_disk_without_locks_is_nobodys(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", refuses)
     with (tmp_path / "a").open("w") as file:
         assert lock(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("runs", "runs"),
+        ("runs/{time}/{time}-b", "runs/T/T-b"),
+        ("a}b{", "a}b{"),
+        ("{a/b}", "{a/b}"),
+    ],
+)
+def test_the_time_is_part_of_a_folders_name(name, path):
+    assert with_time(name, {TIME: "T"}) == with_time(Path(name), {TIME: "T"}) == Path(path)
+
+
+@pytest.mark.parametrize("name", ["runs/{date}", "{}", "{time}/{rank}"])
+def test_other_placeholders_are_refused(name):
+    for check in (check_placeholders, lambda name: with_time(name, {TIME: "T"})):
+        with pytest.raises(ValueError, match="which can't be replaced. The only placeholder in"):
+            check(name)
+
+
+def test_a_process_that_does_not_know_the_time_says_so():
+    with pytest.raises(ValueError, match="give an existing folder by its actual name"):
+        with_time("runs/{time}", {})
+
+
+def test_the_time_sorts_as_text():
+    first, second = start_time(), start_time()
+    assert re.fullmatch(r"\d{8}-\d{6}-\d{3}", first) and first <= second

@@ -326,3 +326,42 @@ def test_a_stop_before_the_start_leaves_no_folder(tmp_path, monkeypatch, number,
     except SystemExit as end:
         ended = end.code
     assert ended == code and made and list(tmp_path.iterdir()) == [tmp_path / "train.py"]
+
+
+def test_output_options_reach_the_supervisor(capsys, monkeypatch, tmp_path):
+    """A dry run makes no folder."""
+    monkeypatch.setattr(launch, "find_mpirun", lambda: MPICH)
+    (tmp_path / "attempt-9").mkdir()
+    (tmp_path / "attempt-x").mkdir()
+    options = ["--tag", "--log-dir", str(tmp_path)]
+    assert launch.run(parse(*options, "--dry-run", "train.py")) == 0
+    assert f"rank_supervisor.py --tag --log={tmp_path}/attempt-10 40 " in capsys.readouterr().out
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_time_is_the_same_in_all_folders_of_a_run(capsys, monkeypatch):
+    """It's that of this launch, whatever the launcher has inherited."""
+    monkeypatch.setattr(launch, "find_mpirun", lambda: MPICH)
+    monkeypatch.setattr(launch, "start_time", lambda: "T1")
+    monkeypatch.setenv("JAXCROSS_TIME", "T0")
+    options = ["--log-dir", "runs/{time}", "--events", "runs/{time}/events"]
+    assert launch.run(parse(*options, "--dry-run", "train.py")) == 0
+    printed_line = capsys.readouterr().out
+    assert f"--log={Path.cwd()}/runs/T1/attempt-1 " in printed_line
+    assert " JAXCROSS_TIME=T1 " in printed_line
+    assert "JAXCROSS_EVENTS=runs/T1/events " in printed_line
+
+
+@pytest.mark.parametrize("option", ["--log-dir", "--events"])
+def test_an_unknown_placeholder_starts_nothing(capsys, monkeypatch, option):
+    monkeypatch.setattr(launch, "find_mpirun", lambda: MPICH)
+    monkeypatch.setattr(launch, "_run", lambda *_, **__: pytest.fail("too late"))
+    assert launch.run(parse(option, "runs/{date}", __file__)) == 2
+    assert capsys.readouterr().err.startswith("`runs/{date}` contains `{date}`, which can't be")
+
+
+def test_a_log_folder_that_cannot_be_made_starts_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(launch, "find_mpirun", lambda: MPICH)
+    monkeypatch.setattr(launch, "_run", lambda *_, **__: pytest.fail("too late"))
+    assert launch.run(parse("--log-dir", __file__, __file__)) == 1
+    assert capsys.readouterr().err.startswith(f"`--log-dir`: the folder `{__file__}/attempt-1` can")

@@ -1,6 +1,7 @@
 """Tests that a process's output appears above the table of `jaxcross launch`, line by line."""
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -125,3 +126,22 @@ def test_a_closed_window_does_not_hold_the_ranks_up(monkeypatch, tmp_path):
             for pump in table._pumps:
                 pump.join(60)
     assert "2 ranks start" in window.getvalue()
+
+
+@pytest.mark.parametrize("bar", [b"a\n\r1%\r2%", b"[0] 1%\r[1] 2%\r", b"2%"])
+def test_latest_update_of_a_progress_bar_is_shown(tmp_path, bar):
+    """Whether it begins or, as with `--tag`, ends with a carriage return."""
+    shown = []
+
+    class Partial(dict):
+        def __setitem__(self, name, text):
+            shown.append(text)
+
+    table = LaunchTable(Console(file=io.StringIO()), tmp_path, 2)
+    table._partial = Partial()
+    read, write = os.pipe()
+    os.write(write, bar)
+    os.close(write)
+    with os.fdopen(read, "rb") as stream:
+        table._pump("stdout", stream)
+    assert shown[0].endswith("2%") and "1%" not in shown[0] and shown[1:] == [""]
