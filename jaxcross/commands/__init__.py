@@ -2,8 +2,9 @@
 
 demo          trains two jobs, one after the other and in crossover
 launch        starts ranks on this machine or on `hosts`; `rank_supervisor` is the parent of each
-              `rank`, and `end_with` stops the ranks if the launcher is killed; `restart_decision`
-              judges how a run ended and whether to restart it, and `restart_loop` acts on that
+              `rank` and handles its output, and `end_with` stops the ranks if the launcher is
+              killed; `restart_decision` judges how a run ended and whether to restart it, and
+              `restart_loop` acts on that
 estimate      times a script's first step to predict what running several jobs would gain
 plan          decides from profiles which jobs share ranks; `plan_launch` writes files that start
               the groups

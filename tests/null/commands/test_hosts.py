@@ -140,10 +140,9 @@ def test_signal_goes_to_all_ranks_of_each_host(tmp_path):
 def test_mpirun_shares_ranks_equally(vendor, options):
     line, _ = mpirun_command(
         mpirun=Mpirun(path="mpirun", vendor=vendor), ranks=4, program=["x"], root=False, cores=2,
-        environ={"JAXCROSS_EVENTS": "e"}, hosts=("a", "b"),
+        environ={"JAXCROSS_EVENTS": "e", "JAXCROSS_TIME": "t"}, hosts=("a", "b"),
     )  # fmt: skip
     assert line[1 : 1 + len(options)] == options
     passed = {line[n + 1] for n, word in enumerate(line) if word == "-x"}
-    assert passed == (
-        {"JAXCROSS_EVENTS", "PJRT_NPROC", "GLIBC_TUNABLES"} if vendor == "openmpi" else set()
-    )
+    needed = {"JAXCROSS_EVENTS", "JAXCROSS_TIME", "PJRT_NPROC", "GLIBC_TUNABLES"}
+    assert passed == (needed if vendor == "openmpi" else set())
