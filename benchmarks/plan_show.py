@@ -25,11 +25,18 @@ BELOW, ABOVE = 0.95, 1.10
 
 def pooled(profiles: Sequence[Profile], name: str) -> Profile:
     """Returns the mean of several solo runs of one kind, under a different name."""
-    seconds = tuple(
-        statistics.fmean(each) for each in zip(*(p.seconds for p in profiles), strict=True)
-    )
+
+    def mean(several: Iterable[Sequence[float]]) -> tuple[float, ...]:
+        return tuple(statistics.fmean(each) for each in zip(*several, strict=True))
+
+    ranks = tuple(map(mean, zip(*(p.rank_seconds for p in profiles), strict=True)))
+    slowest = tuple(map(max, zip(*ranks, strict=True)))
     return replace(
-        profiles[0], name=name, seconds=seconds, host_s=statistics.fmean(p.host_s for p in profiles)
+        profiles[0],
+        name=name,
+        seconds=slowest or mean(p.seconds for p in profiles),
+        host_s=statistics.fmean(p.host_s for p in profiles),
+        rank_seconds=ranks,
     )
 
 

@@ -255,12 +255,24 @@ class SoloCost:
         ranks = self._together(lambda control: gather(control, own))
         slowest = [max(times_ns) / 1e9 for times_ns in zip(*ranks, strict=True)]
         program = compiled.program
-        seconds = tuple(
-            s if segment.kind == "compute" else self._exchange_s(program, segment, s)
+        exchange_s = {
+            segment.index: self._exchange_s(program, segment, s)
             for segment, s in zip(program.segments, slowest, strict=True)
+            if segment.kind != "compute"
+        }
+        rank_seconds = tuple(
+            tuple(
+                exchange_s[index] if index in exchange_s else ns / 1e9
+                for index, ns in enumerate(times_ns)
+            )
+            for times_ns in ranks
         )
         return Profile(
-            name=program.name, graph=step_graph_of(program), seconds=seconds, ranks=self._world.size
+            name=program.name,
+            graph=step_graph_of(program),
+            seconds=tuple(map(max, zip(*rank_seconds, strict=True))),
+            ranks=self._world.size,
+            rank_seconds=rank_seconds if self._world.size > 1 else (),
         )
 
     def _exchange_s(self, program: Program, segment: Segment, measured_s: float) -> float:

@@ -46,7 +46,8 @@ def estimate(
             no step is timed. We still compile the step if a profile has no memory figures.
 
     Returns:
-        The estimate. Its `print` has ten lines.
+        The estimate. Its `print` has ten lines, and an eleventh that names a rank that computes
+        clearly longer than the others.
 
     Raises:
         TypeError: `step` is not a function, `axes` is missing or superfluous, or another argument

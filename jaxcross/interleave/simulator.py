@@ -209,7 +209,8 @@ class Simulation:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self._now = 0.0
-        self._meetings: list[dict[int, tuple[tuple[Any, ...], Any]]] = []
+        # For each slot, what each rank entered, with what, and when.
+        self._meetings: list[dict[int, tuple[tuple[Any, ...], Any, float]]] = []
         for rank in self._ranks:
             self._post(0.0, rank, m.RunStarted(together))
         if stop_at_s is not None:
@@ -444,22 +445,22 @@ class Simulation:
         if rank.slot == len(self._meetings):
             self._meetings.append({})
         meeting = self._meetings[rank.slot]
-        meeting[rank.number] = (slot, payload)
+        meeting[rank.number] = (slot, payload, self._now)
         rank.slot += 1
-        if len({there for there, _ in meeting.values()}) > 1:
+        if len({there for there, _, _ in meeting.values()}) > 1:
             raise InternalError(f"ranks have entered different slots at the same time: {meeting}")
         if len(meeting) < len(self._ranks):
             return
         payloads = [meeting[number][1] for number in range(len(self._ranks))]
         if slot[0] == "exchange":
-            begin = self._now
+            entered = [meeting[number][2] for number in range(len(self._ranks))]
             work = Work(
                 self._exchange_s(*slot[1:]),
                 self._at,
-                lambda: self._exchanged(slot, begin, payloads),
+                lambda: self._exchanged(slot, entered, payloads),
             )
             computing = any(other.device for other in self._ranks)
-            work.start(begin, self._contention.exchange if computing else 1.0)
+            work.start(self._now, self._contention.exchange if computing else 1.0)
             self._set_transfer(work)
             return
         end = self._now + self._vote_s
@@ -476,10 +477,15 @@ class Simulation:
                 event = m.SyncDone(slot[1])
             self._post(end, other, event)
 
-    def _exchanged(self, slot: tuple[Any, ...], begin_s: float, ready_s: Sequence[float]) -> None:
+    def _exchanged(
+        self, slot: tuple[Any, ...], entered_s: Sequence[float], ready_s: Sequence[float]
+    ) -> None:
         self._set_transfer(None)
         _, job, step, segment = slot
         for rank in self._ranks:
+            # As in a real run, the span begins when this rank enters, and includes its wait for the
+            # others.
+            begin_s = entered_s[rank.number]
             span = _span(
                 rank, job, step, segment, "collective", begin_s, self._now, ready_s[rank.number]
             )

@@ -44,7 +44,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import numpy as np
 from rich.console import Group
@@ -221,6 +221,11 @@ def _check(prediction: Prediction, run: Report) -> None:
             f"{run.policy}. Pass `predict` the policy of the run."
         )
     for profile in prediction.profiles:
+        if profile.rank_seconds and profile.ranks != len(run.ranks):
+            raise ValueError(
+                f"the profile of `{profile.name}` has the times of {profile.ranks} ranks, but the "
+                f"run had {len(run.ranks)}. Pass `predict` a profile of as many ranks as the run."
+            )
         program = next(job.program for job in run.jobs if job.name == profile.name)
         if program is not None and program["graph"] != profile.graph.as_data():
             raise ValueError(
@@ -370,7 +375,7 @@ def _rows(
     The first step is left out, since it may include compilation.
     """
     spans = in_lane_order(spans)
-    solo = {profile.name: profile.seconds for profile in profiles}
+    solo = {profile.name: profile for profile in profiles}
     shortest = shortest_exchanges(spans)
     found: tuple[dict[str, list[_Row]], dict[str, list[_Row]]] = (
         defaultdict(list),
@@ -389,7 +394,7 @@ def _rows(
             ):
                 continue
             # If a segment takes no time in its profile, there's nothing to compare with.
-            seconds_alone = solo[span.job][span.segment]
+            seconds_alone = solo[span.job].on_rank(rank)[span.segment]
             if seconds_alone <= 0:
                 continue
             is_compute = span.kind == "compute"
@@ -432,15 +437,13 @@ class _Cumulated:
         return self._before[index - 1] + min(moment, end) - start
 
 
-def _scaled(prediction: Prediction, kind: str, factors: Mapping[str, float]) -> Prediction:
+def _scaled(
+    prediction: Prediction, kind: Literal["compute", "collective"], factors: Mapping[str, float]
+) -> Prediction:
     """Predicts again, with the segments of one kind scaled by each job's factor."""
-    profiles = []
-    for profile in prediction.profiles:
-        factor = factors.get(profile.name, 1.0)
-        pairs = zip(profile.seconds, profile.graph.kinds, strict=True)
-        profiles.append(
-            replace(profile, seconds=tuple(s * factor if own == kind else s for s, own in pairs))
-        )
+    profiles = [
+        profile.scaled(kind, factors.get(profile.name, 1.0)) for profile in prediction.profiles
+    ]
     return _again(prediction, profiles, prediction.contention)
 
 
@@ -448,8 +451,8 @@ def _with_host_time(prediction: Prediction, run: Report) -> Prediction:
     """Predicts again, using the run's time between steps wherever it's longer than predicted."""
     profiles = []
     for profile in prediction.profiles:
-        _, there_s = segment_times(run.spans, profile.name, profile.graph)
-        _, predicted_s = segment_times(prediction.spans, profile.name, profile.graph)
+        there_s = segment_times(run.spans, profile.name, profile.graph).host_s
+        predicted_s = segment_times(prediction.spans, profile.name, profile.graph).host_s
         more_s = round(max(0.0, there_s - predicted_s), 9)
         profiles.append(
             replace(profile, host_s=profile.host_s + more_s) if more_s > _LEAST_S else profile

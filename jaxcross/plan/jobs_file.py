@@ -79,7 +79,8 @@ def read_jobs(path: Path, *, profiles: Path | None = None) -> JobsFile:
             ranks = row.get("ranks", profile.ranks)
             if ranks != profile.ranks:
                 elsewhere.append(f"`{name}` ({ranks} instead of {profile.ranks})")
-            found.append(replace(profile, ranks=ranks))
+                profile = replace(profile, ranks=ranks, rank_seconds=())
+            found.append(profile)
     return JobsFile(
         profiles=tuple(found), steps=steps, script=script, notes=tuple(_notes(elsewhere))
     )
@@ -93,7 +94,7 @@ def _notes(elsewhere: list[str]) -> list[str]:
     return [
         (
             "Planned for other numbers of ranks than measured, assuming that exchanges take as "
-            f"long: {shown}."
+            f"long and that all ranks are as fast as the slowest that was measured: {shown}."
         )
     ]
 

@@ -338,7 +338,9 @@ def _without_name(cuts: Cuts) -> tuple[Any, ...]:
     Estimated cuts are left out as well, since they follow from the profile of the whole step.
     """
     profiles = [cuts[1]] if tuple(cuts) == PIECES else cuts.values()
-    return tuple((p.ranks, p.graph, p.seconds, p.host_s, p.memory) for p in profiles)
+    return tuple(
+        (p.ranks, p.graph, p.seconds, p.rank_seconds, p.host_s, p.memory) for p in profiles
+    )
 
 
 def _group_of(
@@ -356,15 +358,17 @@ def _group_of(
             compute_s=profile.compute_s,
             exchange_s=profile.exchange_s,
             estimated=pieces > 1 and tuple(cuts) == PIECES,  # as made by `cuts_of`
+            rank_compute_s=profile.rank_compute_s,
         )
         for (name, cuts), pieces, share, alone_s, speed, profile in zip(
             jobs.items(), rates.pieces, shares, rates.alone_s, rates.speeds, cut, strict=True
         )
     )
     steps = _steps_of(planned)
-    rounds = predict(
+    prediction = predict(
         cut, policy=rates.policy, contention=contention, steps=steps, vote_s=vote_s
-    ).rounds
+    )
+    rounds = prediction.rounds
     memory = [profile.memory for profile in cut]
     needed = None
     if None not in memory:
@@ -378,6 +382,7 @@ def _group_of(
         lost_s=dict(rounds.lost_s),
         memory_bytes=needed,
         why=why,
+        slow_rank=prediction.slow_rank,
     )
 
 

@@ -18,7 +18,7 @@ from rich.text import Text
 from jaxcross import _schema
 from jaxcross.errors import quoted, shortened
 from jaxcross.interleave import Policy, RoundRobin, Weighted
-from jaxcross.report import LOST_TIME, as_html, plural, printed_text, seconds
+from jaxcross.report import LOST_TIME, SlowRank, as_html, plural, printed_text, seconds
 
 FORMAT = 1
 MAX_FILE_BYTES = 100_000_000
@@ -45,6 +45,8 @@ class PlannedJob:
         exchange_s: Seconds of link time per step, measured alone.
         estimated: Whether the times of the pieces are estimates, because there was only a profile
             of the whole step, not of this cut.
+        rank_compute_s: Seconds of device time per step on each rank, measured alone. Empty if the
+            profile doesn't have them, or if there's just one rank.
 
     Raises:
         ValueError: The name is empty, too long or not printable, or a number is out of range.
@@ -58,6 +60,7 @@ class PlannedJob:
     compute_s: float
     exchange_s: float
     estimated: bool = False
+    rank_compute_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < len(self.name) <= MAX_NAME or not self.name.isprintable():
@@ -70,6 +73,11 @@ class PlannedJob:
             raise ValueError(
                 f"`pieces`, `share`, `alone_s` and `step_s` of job `{self.name}` must be positive, "
                 f"finite and below 2**63, got {', '.join(f'{each!r:.30}' for each in positive)}"
+            )
+        if not all(0 <= number < math.inf for number in self.rank_compute_s):
+            raise ValueError(
+                f"`rank_compute_s` of job `{self.name}` must be finite and not negative, got "
+                f"{self.rank_compute_s!r:.60}"
             )
         if not all(0 <= number < math.inf for number in (self.compute_s, self.exchange_s)):
             raise ValueError(
@@ -96,6 +104,9 @@ class PlannedGroup:
         lost_s: The predicted difference between period and bound, by cause, as in a report.
         memory_bytes: Device memory that a rank needs; None if a job's profile doesn't say.
         why: If the group is a single job, a sentence about why it runs alone. May be empty.
+        slow_rank: The rank that computes the longest, and what that costs; None if it isn't clearly
+            slower than the median rank. Ranks have the numbers that they had when the profiles were
+            measured.
 
     Raises:
         ValueError: There are no jobs or ranks, or a number is out of range.
@@ -109,6 +120,7 @@ class PlannedGroup:
     lost_s: Mapping[str, float] = field(default_factory=dict)
     memory_bytes: int | None = None
     why: str = ""
+    slow_rank: SlowRank | None = None
 
     def __post_init__(self) -> None:
         turns = get_args(Turns)
@@ -340,4 +352,9 @@ def _footnotes(plan: Plan) -> list[str]:
         lines.append(f"And {len(plan.groups) - _MOST_GROUPS} more groups, which the file has.")
     shown = enumerate(plan.groups[:_MOST_GROUPS])
     lines += [f"Group {n}: {group.why}." for n, group in shown if group.why]
+    lines += [
+        f"Group {n}: {group.slow_rank.text('the predicted time')}"
+        for n, group in enumerate(plan.groups[:_MOST_GROUPS])
+        if group.slow_rank is not None
+    ]
     return [*lines, *plan.notes]

@@ -21,7 +21,7 @@ from jaxcross.plan.groups import bound_s
 from jaxcross.plan.machine_contention import TWO_CORES
 from jaxcross.plan.twin import predict
 from jaxcross.program import human_bytes
-from jaxcross.report import seconds
+from jaxcross.report import SlowRank, seconds, slowest
 from jaxcross.step import Profile
 
 KNOWN_MBPS = (250.0, 2500.0)
@@ -126,7 +126,7 @@ class Gain:
 class Estimate:
     """The predictions for a step, as returned by `jaxcross.estimate`. Identical across ranks.
 
-    `print` shows them in ten lines.
+    `print` shows them in ten lines, and in an eleventh if a rank is slow.
 
     Attributes:
         cost: Cost of the step alone.
@@ -135,6 +135,8 @@ class Estimate:
         cut_alone: Largest possible speed-up of a single job with its exchange cut, compared with
             the uncut step; None if no cut was measured.
         fitting_jobs: Number of jobs that fit into memory; None if no limit is known.
+        slow_rank: The rank that computes the longest, and what that costs if the asked number of
+            jobs run alongside each other. None if it isn't clearly slower than the median rank.
     """
 
     cost: StepCost
@@ -142,6 +144,7 @@ class Estimate:
     gains: tuple[Gain, ...]
     cut_alone: float | None
     fitting_jobs: int | None
+    slow_rank: SlowRank | None = None
 
     def of(self, jobs: int) -> Gain:
         """Returns the prediction for a given number of jobs."""
@@ -158,7 +161,8 @@ class Estimate:
         )
 
     def __str__(self) -> str:
-        return "\n".join((*_lines(self), f"  {self.recommendation}"))
+        slow = [] if self.slow_rank is None else [f"  {self.slow_rank.text('the predicted time')}"]
+        return "\n".join((*_lines(self), *slow, f"  {self.recommendation}"))
 
     def _repr_html_(self) -> str:
         return preformatted(str(self))
@@ -219,7 +223,19 @@ def estimate_of(cost: StepCost, jobs: int = 2) -> Estimate:
         gains=tuple(gains),
         cut_alone=cut_alone,
         fitting_jobs=_fitting_jobs(cost),
+        slow_rank=_slow_rank(cost, jobs, contention),
     )
+
+
+def _slow_rank(cost: StepCost, jobs: int, contention: Contention | None) -> SlowRank | None:
+    found = slowest(cost.whole.rank_compute_s)
+    if found is None:
+        return None
+    exchange_s = [cost.exchange_s] * jobs
+    now_s = period_s([cost.compute_s] * jobs, exchange_s, contention)
+    evened_s = period_s([cost.whole.evened().compute_s] * jobs, exchange_s, contention)
+    rank, factor = found
+    return SlowRank(rank=rank, factor=factor, cost_share=max(0.0, 1 - evened_s / now_s))
 
 
 def period_s(

@@ -18,9 +18,11 @@ The simulation records the same kind of spans as a real run (when each segment b
 they're analysed by the same code, so you can compare a prediction and a report number by number.
 The twin needs neither a device nor ranks.
 
-We assume that all ranks are equally fast. That means they'd all do the same thing at the same time,
-so simulating a single rank is enough. The drawback is that the twin can't predict how long ranks
-wait for stragglers.
+If all ranks are about equally fast, they all do the same thing at the same time, so simulating a
+single rank is enough. Otherwise, e.g. if one of them has an older GPU, each rank gets its own
+interleaver and its own compute lane, and an exchange or a vote begins when the last of them
+arrives, so the others wait for it as in a real run. The ranks' times come from the profiles, which
+hold means. So the twin can't predict how long ranks wait because of jitter.
 """
 
 from __future__ import annotations
@@ -51,7 +53,16 @@ from jaxcross.interleave import (
     checked_depth,
 )
 from jaxcross.plan.difference import Difference, difference
-from jaxcross.report import JobSummary, Report, TimeBreakdown, break_down, plural, seconds
+from jaxcross.report import (
+    JobSummary,
+    Report,
+    SlowRank,
+    TimeBreakdown,
+    break_down,
+    plural,
+    seconds,
+    slowest,
+)
 from jaxcross.step import Profile
 
 VOTE_S = 0.0005
@@ -59,6 +70,12 @@ VOTE_S = 0.0005
 vote sends few bytes, so only latency matters. The cost of votes becomes noticeable when steps take
 less than about 20 ms.
 """
+ALIKE = 1.05
+"""Ranks count as equally fast if the slowest of them computes at most this many times as long as
+the fastest. Repeated measurements of the same rank differ by about as much.
+"""
+MOST_RANKS = 8
+"""Maximum number of ranks to simulate if they aren't equally fast."""
 MAX_STEPS = 100_000
 """Maximum number of steps of all jobs together in a prediction."""
 
@@ -115,12 +132,36 @@ class Prediction:
         return self.wall_s / sum(self.steps)
 
     @property
+    def slow_rank(self) -> SlowRank | None:
+        """The rank that computes the longest, or None if it isn't clearly slower than the median.
+
+        To find out what this rank costs, we predict the same steps again, without any rank that's
+        slower than the median rank. The cost is the share of `wall_s` that this saves.
+        """
+        times_s = [
+            [steps * own for own in profile.rank_compute_s]
+            for profile, steps in zip(self.profiles, self.steps, strict=True)
+            if profile.rank_seconds
+        ]
+        found = slowest([math.fsum(each) for each in zip(*times_s, strict=True)])
+        if found is None:
+            return None
+        rank, factor = found
+        evened = [profile.evened() for profile in self.profiles]
+        saved_s = self.wall_s - self.again(profiles=evened, contention=self.contention).wall_s
+        return SlowRank(rank=rank, factor=factor, cost_share=max(0.0, saved_s / self.wall_s))
+
+    @property
     def report(self) -> Report:
-        """The prediction as a report of a single-rank run, e.g. to show its table or picture."""
+        """The prediction as the report of a run, e.g. to show its table or picture.
+
+        It has the ranks that were simulated: just one if all ranks are about equally fast.
+        """
+        wall_ns = (0, round(self.wall_s * 1e9))
         return Report(
             spans=self.spans,
             jobs=tuple(job.facts for job in self.rounds.jobs),
-            wall_ns={0: (0, round(self.wall_s * 1e9))},
+            wall_ns=dict.fromkeys(sorted({span.rank for span in self.spans}), wall_ns),
             policy=self.policy.name,
             link="predicted",
         )
@@ -146,7 +187,9 @@ def predict(
 ) -> Prediction:
     """Predicts a run in which these jobs run together. Needs neither a device nor ranks.
 
-    Assumes that all ranks are equally fast.
+    If the profiles say that some ranks compute more slowly than others, each rank is simulated with
+    its own times. If there are more than eight ranks, we only simulate eight of them, from the
+    slowest to the fastest.
 
     Args:
         profiles: The jobs, in the order in which a runner would add them. Names must differ.
@@ -160,23 +203,29 @@ def predict(
         TypeError: `vote_s` isn't a number.
         ValueError: There are no jobs, two jobs have the same name, a job would make fewer than 2
             steps, all jobs together would make more than 100,000, `vote_s` is negative or not
-            finite, or the policy doesn't have a share for each job.
+            finite, the policy doesn't have a share for each job, or the profiles have the times of
+            different numbers of ranks.
     """
     made = _checked(profiles, policy, steps, vote_s)
     policy = policy if policy is not None else RoundRobin()
     contention = contention if contention is not None else Contention()
-    scripts = [_script(profile, count) for profile, count in zip(profiles, made, strict=True)]
-    simulation = _simulation(profiles, scripts, policy, contention, vote_s)
-    # There's only one result, since we simulate a single rank. The simulation identifies jobs by
-    # number, whereas the spans of a real run have the jobs' names, so fill those in.
-    result = simulation.run(events=1_000 * MAX_STEPS)[0]
-    spans = tuple(replace(span, job=profiles[int(span.job)].name) for span in result.spans)
+    ranks = _simulated_ranks(profiles)
+    simulation = _simulation(profiles, ranks, made, policy, contention, vote_s)
+    # The simulation identifies jobs and ranks by their positions, whereas the spans of a real run
+    # have the jobs' names and the ranks' numbers, so fill those in.
+    spans = tuple(
+        replace(span, rank=rank, job=profiles[int(span.job)].name)
+        for rank, result in zip(ranks, simulation.run(events=1_000 * MAX_STEPS), strict=True)
+        for span in result.spans
+    )
     summaries = [
         JobSummary(name=profile.name, steps=count)
         for profile, count in zip(profiles, made, strict=True)
     ]
     wall_ns = max((span.end_ns for span in spans), default=0)
-    rounds = break_down(spans, summaries, {0: wall_ns}, in_turn=isinstance(policy, Sequential))
+    rounds = break_down(
+        spans, summaries, dict.fromkeys(ranks, wall_ns), in_turn=isinstance(policy, Sequential)
+    )
     return Prediction(
         rounds=rounds,
         steps=made,
@@ -215,11 +264,15 @@ def step_rates(
     Raises:
         TypeError: `vote_s` isn't a number.
         ValueError: There are no jobs, two jobs have the same name, `vote_s` is negative or not
-            finite, or the policy doesn't have a share for each job.
+            finite, the policy doesn't have a share for each job, or the profiles have the times of
+            different numbers of ranks.
     """
     _check_jobs(profiles, policy, vote_s)
-    scripts = [_script(profile, None) for profile in profiles]
-    simulation = _simulation(profiles, scripts, policy, contention, vote_s)
+    forever = [None] * len(profiles)
+    ranks = _simulated_ranks(profiles)
+    simulation = _simulation(profiles, ranks, forever, policy, contention, vote_s)
+    # All ranks make the same steps at nearly the same time, because every exchange involves all of
+    # them. So it doesn't matter which rank's spans we look at.
     spans = simulation.run(events=1_000 * MAX_STEPS, until_s=until_s)[0].spans
     # The simulation stops after `until_s` seconds, which may be in the middle of some steps. Only
     # count the steps whose segments have all ended.
@@ -255,18 +308,46 @@ def _progress(ends: Sequence[float], at_s: float) -> float:
     return index + (at_s - begin) / (end - begin)
 
 
+def _simulated_ranks(profiles: Sequence[Profile]) -> tuple[int, ...]:
+    """Returns the ranks to simulate: only rank 0 if all of them are about equally fast."""
+    unlike = [profile.rank_compute_s for profile in profiles if is_unlike(profile)]
+    if not unlike:
+        return (0,)
+    total_s = [math.fsum(each) for each in zip(*unlike, strict=True)]
+    order = sorted(range(len(total_s)), key=lambda rank: -total_s[rank])
+    if len(order) <= MOST_RANKS:
+        return tuple(sorted(order))
+    # The mean over the simulated ranks has to be about that over all ranks, because the bound is
+    # computed from it. So take ranks at equal distances in the order of their speed.
+    last = len(order) - 1
+    return tuple(sorted(order[round(n * last / (MOST_RANKS - 1))] for n in range(MOST_RANKS)))
+
+
+def is_unlike(profile: Profile) -> bool:
+    """Whether some ranks compute this job's step clearly more slowly than others."""
+    times_s = profile.rank_compute_s
+    return bool(times_s) and max(times_s) > ALIKE * min(times_s)
+
+
 def _simulation(
     profiles: Sequence[Profile],
-    scripts: Sequence[Script],
+    ranks: Sequence[int],
+    steps: Sequence[int | None],
     policy: Policy,
     contention: Contention | None,
     vote_s: float,
 ) -> Simulation:
     depth = checked_depth(getattr(policy, "depth", None))
-    # Since all ranks are assumed to be equally fast, they all do the same thing at the same time,
-    # and simulating one of them is enough.
+    # A single simulated rank stands for all of them, so it takes the times of the slowest.
+    scripts = [
+        [
+            _script(profile, profile.on_rank(rank) if len(ranks) > 1 else profile.seconds, count)
+            for profile, count in zip(profiles, steps, strict=True)
+        ]
+        for rank in ranks
+    ]
     return Simulation(
-        [scripts],
+        scripts,
         policy=policy,
         depth=DEFAULT_DEPTH if depth is None else depth,
         exchange_s=lambda job, step, segment: profiles[job].seconds[segment],
@@ -277,9 +358,9 @@ def _simulation(
     )
 
 
-def _script(profile: Profile, steps: int | None) -> Script:
-    """Yields what a job does in `steps` steps. If `steps` is None, the script never ends."""
-    step = Call(profile.graph, profile.seconds)
+def _script(profile: Profile, seconds: tuple[float, ...], steps: int | None) -> Script:
+    """Yields what a job does on one rank in `steps` steps, or forever if `steps` is None."""
+    step = Call(profile.graph, seconds)
     for _ in itertools.repeat(None) if steps is None else range(steps):
         if profile.host_s:
             yield Think(profile.host_s)
@@ -307,6 +388,12 @@ def _check_jobs(profiles: Sequence[Profile], policy: Policy | None, vote_s: floa
     ]
     if twice:
         raise ValueError(f"two jobs have the name `{twice[0]}`. Give each job a different name.")
+    counts = sorted({len(profile.rank_seconds) for profile in profiles} - {0})
+    if len(counts) > 1:
+        raise ValueError(
+            f"the profiles have the times of different numbers of ranks: "
+            f"{', '.join(map(str, counts))}. Pass profiles from runs on the same number."
+        )
     if isinstance(policy, Weighted) and len(policy.shares) != len(profiles):
         raise ValueError(
             f"`Weighted` has {len(policy.shares)} shares, but there are {len(profiles)} jobs. Give "

@@ -5,6 +5,7 @@ summary          numbers of a run as plain data: jobs, timing, breakdown
 steady_state     the part of a run that is measured: whole rounds in steady state
 time_breakdown   what a run achieved against its bound, and where the rest went; `timeline`,
                  `intervals`
+slow_rank        `SlowRank`: the rank that holds up the others
 report           `Report`: a run on all its ranks, saved and loaded
 table            the table at the end; `units` formats its numbers
 compare          `Comparison` of two ways to run the same jobs
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 from jaxcross._lazy import on_first_use
 from jaxcross.report.compare import Comparison
 from jaxcross.report.report import Report
+from jaxcross.report.slow_rank import SlowRank
 from jaxcross.report.summary import LOST_TIME, JobSummary, JobTiming, TimeBreakdown
 from jaxcross.report.tensorboard import TensorBoard
 
@@ -45,6 +47,7 @@ if TYPE_CHECKING:  # not public, for jaxcross's other folders
     from jaxcross.report.progress_text import duration, run_lines, run_table
     from jaxcross.report.record import Recorder
     from jaxcross.report.run_state import RunState, read_run, read_state
+    from jaxcross.report.slow_rank import slowest
     from jaxcross.report.sweep_result import SweepResult, SweepTrial
     from jaxcross.report.table import as_html, printed_text, screen_width
     from jaxcross.report.time_breakdown import break_down
@@ -59,6 +62,7 @@ __all__ = [
     "JobSummary",
     "JobTiming",
     "Report",
+    "SlowRank",
     "TensorBoard",
     "TimeBreakdown",
 ]

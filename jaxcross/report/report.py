@@ -196,6 +196,7 @@ class Report:
             "hidden_share": rounds.hidden_share,
             "examples_per_s": rounds.examples_per_s,
             "lost_s": dict(rounds.lost_s),
+            "slow_rank": None if rounds.slow_rank is None else asdict(rounds.slow_rank),
             "dropped_spans": self.dropped,
             "fusion": [*self.fusion],
             "jobs": [

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxcross._endings import JobStatus
 from jaxcross.interleave import StepGraph
+from jaxcross.report.slow_rank import SlowRank
 
 LOST_TIME = {
     "dispatch": "work was ready, its lane idle",
@@ -169,6 +170,9 @@ class TimeBreakdown:
         start_up_s: Seconds of the run during which no job was in steady state, because jobs were
             still compiling, making their first steps or winding up.
         wall_s: Seconds of the whole run on the rank that took longest.
+        slow_rank: The rank that holds up the others. None if there's no such rank: all ranks are
+            about equally fast, or a different rank is late from one exchange to the next, or it
+            costs less than a twentieth of the time.
     """
 
     jobs: tuple[JobTiming, ...] = field(repr=False)
@@ -184,6 +188,7 @@ class TimeBreakdown:
     shared_share: float
     start_up_s: float
     wall_s: float
+    slow_rank: SlowRank | None = None
 
     @property
     def crossed(self) -> tuple[JobTiming, ...]:

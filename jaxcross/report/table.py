@@ -348,6 +348,8 @@ def _with_round(rounds: TimeBreakdown) -> list[str]:
             f"  {cause:<9} {seconds(lost):>9}  {LOST_TIME[cause]}{_level(rounds, cause)}"
             for cause, lost in named
         ]
+    if rounds.slow_rank is not None:
+        lines.append(rounds.slow_rank.text("a round"))
     return [*lines, *filter(None, [too_small(rounds)])]
 
 

@@ -32,12 +32,22 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
 from jaxcross.interleave import PARAMETER_SERVER, Span
 from jaxcross.report.intervals import Interval, intersect, measure, merge_intervals, subtract
+from jaxcross.report.slow_rank import SlowRank, slowest, waits_by_cause
 from jaxcross.report.steady_state import Stretch, at_work_together, sets_together
 from jaxcross.report.summary import BRIEF, LOST_TIME, JobSummary, JobTiming, TimeBreakdown
 from jaxcross.report.timeline import Timeline, in_lane_order, numbered_votes, shortest_exchanges
+
+_COSTS = 0.05
+"""We only name a slow rank if it costs at least this share of a round."""
+_MOSTLY = 2 / 3
+"""If a rank computes no longer than the others, we only name it if they spend this share of their
+waiting time on this rank. If equally fast ranks vary randomly, two ranks wait equally long for each
+other.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +260,47 @@ def break_down(
         shared_share=_ratio(at_work_together(_at_work(of_rank[decisive])), wall),
         start_up_s=max(0, wall - measure(steady)) / 1e9,
         wall_s=wall / 1e9,
+        slow_rank=_slow_rank(ranks, waits_by_cause(spans, shortest)) if measured else None,
     )
+
+
+def _slow_rank(
+    ranks: Mapping[int, _MeasuredRank], waits: Mapping[tuple[int, int], list[Interval]]
+) -> SlowRank | None:
+    """Returns the rank that holds up the others, if there is one.
+
+    If a rank computes longer than the others, we can't read its cost off the others' waits: they
+    may compute for another job in the meantime, and still get less done than they could. So we
+    compare the rank's bound with the median rank's. Otherwise, a rank may be late because of its
+    data or other work on the host. We then only count the time in which the others do nothing but
+    wait for it.
+    """
+    measured = {rank: part for rank, part in ranks.items() if part.stretches}
+    terms = {rank: part.terms for rank, part in measured.items()}
+    order = list(terms)
+    found = slowest([terms[rank].compute for rank in order])
+    if found is not None:
+        slow = order[found[0]]
+        middle = median_low(each.bottleneck[0] for each in terms.values())
+        cost = _ratio(terms[slow].bottleneck[0] - middle, measured[slow].period)
+        if cost >= _COSTS:
+            return SlowRank(rank=slow, factor=found[1], cost_share=min(cost, 1.0))
+    idle: dict[int, float] = defaultdict(float)  # nanoseconds per round, summed over waiting ranks
+    for (rank, cause), when in waits.items():
+        part = measured.get(rank)
+        if part is not None and cause in measured:
+            transferring = part.timeline.transfer.values()
+            working = merge_intervals(itertools.chain(part.timeline.computing, *transferring))
+            alone = subtract(when, working)
+            idle[cause] += sum(_inside(alone, s) / s.rounds for s in part.stretches)
+    slow = max(idle, key=lambda cause: idle[cause], default=0)
+    if not idle or idle[slow] < _MOSTLY * sum(idle.values()):
+        return None
+    cost = _ratio(idle[slow] / (len(measured) - 1), measured[slow].period)
+    if cost < _COSTS:
+        return None
+    factor = _ratio(terms[slow].compute, median_low(each.compute for each in terms.values()))
+    return SlowRank(rank=slow, factor=factor, cost_share=min(cost, 1.0))
 
 
 def _critical_path(timeline: Timeline, job: str) -> list[Interval]:

@@ -16,8 +16,8 @@ ended. There are two reasons why raw spans won't do:
 
   The last rank to enter doesn't wait at all, though, so its span is as long as the transfer. Hence
   the shortest span of an exchange across all ranks tells us how long the transfer took
-  (`shortest_exchanges`), and any longer span begins with a wait (`_arrival`). Since we only compare
-  lengths, the clocks needn't be aligned.
+  (`shortest_exchanges`), and any longer span begins with a wait (`arrival_ns`). Since we only
+  compare lengths, the clocks needn't be aligned.
 """
 
 from __future__ import annotations
@@ -87,14 +87,29 @@ def shortest_exchanges(spans: Iterable[Span]) -> dict[ExchangeKey, int]:
     Parameter-server messages are left out. Ranks send them independently, so there's no connection
     between two ranks' messages for step n.
     """
-    on_rank: dict[tuple[ExchangeKey, int], int] = defaultdict(int)
+    return {key: min(lengths.values()) for key, lengths in _exchange_lengths(spans).items()}
+
+
+def last_to_arrive(spans: Iterable[Span]) -> dict[ExchangeKey, int]:
+    """Returns the rank that the others waited for in each exchange or numbered vote.
+
+    That's the rank with the shortest span. Exchanges of which we only have a single rank's span are
+    left out.
+    """
+    return {
+        key: min(lengths, key=lambda rank: lengths[rank])
+        for key, lengths in _exchange_lengths(spans).items()
+        if len(lengths) > 1
+    }
+
+
+def _exchange_lengths(spans: Iterable[Span]) -> dict[ExchangeKey, dict[int, int]]:
+    """Returns the nanoseconds of each exchange or numbered vote, by rank."""
+    lengths: dict[ExchangeKey, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for span in spans:
         if span.kind in ("collective", "vote") and span.label != PARAMETER_SERVER:
-            on_rank[(span.job, span.number, span.segment), span.rank] += span.end_ns - span.start_ns
-    shortest: dict[ExchangeKey, int] = {}
-    for (key, _), length in on_rank.items():
-        shortest[key] = min(length, shortest.get(key, length))
-    return shortest
+            lengths[span.job, span.number, span.segment][span.rank] += span.end_ns - span.start_ns
+    return lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +181,7 @@ class Timeline:
                 # A `vote` span is either a vote on what to run next or a collective call made by a
                 # job, since both run on the exchange lane. Keep the latter apart, because it's the
                 # job's own work and not overhead.
-                arrived = _arrival(span, shortest)
+                arrived = arrival_ns(span, shortest)
                 (together if span.label == ON_ALL_RANKS else vote).append((arrived, span.end_ns))
                 vote_peer.append((span.start_ns, arrived))
             if span.kind not in ("compute", "collective"):
@@ -178,7 +193,7 @@ class Timeline:
                 compute[span.job].append((span.start_ns, span.end_ns))
                 lanes["compute", span.lane].append((span.start_ns, span.end_ns))
             else:
-                arrived = _arrival(span, shortest)
+                arrived = arrival_ns(span, shortest)
                 exchange[span.job].append((span.start_ns, span.end_ns))
                 transfer[span.job].append((arrived, span.end_ns))
                 lanes["exchange", span.lane].append((arrived, span.end_ns))
@@ -231,7 +246,7 @@ class Timeline:
         return intersect(self.exchange.get(job, []), self.computing)
 
 
-def _arrival(span: Span, shortest: Mapping[ExchangeKey, int]) -> int:
+def arrival_ns(span: Span, shortest: Mapping[ExchangeKey, int]) -> int:
     """Returns when the last rank entered this exchange or vote."""
     length = shortest.get((span.job, span.number, span.segment), span.end_ns - span.start_ns)
     return max(span.start_ns, span.end_ns - length)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from numbers import Integral, Real
 from pathlib import Path
-from statistics import fmean, median
-from typing import Any, Literal, Self
+from statistics import fmean, median, median_low
+from typing import Any, Literal, NamedTuple, Self
 
 from jaxcross import _schema
 from jaxcross._arguments import check_type
@@ -37,8 +37,8 @@ class Profile:
     Attributes:
         name: Name of the job.
         graph: The kind of each segment, its dependencies, and how many bytes it exchanges.
-        seconds: Seconds per segment: device time for computation, and link time for exchanges,
-            excluding the time spent waiting for slower ranks.
+        seconds: Seconds per segment on the slowest rank: device time for computation, and link time
+            for exchanges, excluding the time spent waiting for slower ranks.
         host_s: Seconds between steps, during which the job's thread does something else, e.g. loads
             data or writes logs.
         ranks: Number of ranks in the measurement.
@@ -46,10 +46,13 @@ class Profile:
         mbps: Bandwidth of the link in Mbit/s; None if unknown.
         memory: The job's memory use per rank; None if unknown.
         platform: JAX's name for the devices, such as `cpu`; "" if unknown.
+        rank_seconds: The seconds per segment on each rank. `seconds` is their maximum. An exchange
+            takes equally long on all ranks. Empty if the measurement had a single rank, or if we
+            only know the slowest rank's times; all ranks are then assumed to be equally fast.
 
     Raises:
         TypeError: A field has the wrong type.
-        ValueError: The numbers don't match the graph, or are negative or non-finite.
+        ValueError: The numbers don't match the graph or each other, or are negative or non-finite.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Profile:
     mbps: float | None = None
     memory: JobMemory | None = None
     platform: str = ""
+    rank_seconds: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         check_type(self.name, str, "`name` of a profile")
@@ -85,6 +89,25 @@ class Profile:
             )
         if not self.seconds:
             raise ValueError(f"`graph` of `{self.name}` must have at least one segment, got none")
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        if not self.rank_seconds:
+            return
+        for own in self.rank_seconds:
+            self._check_numbers("rank_seconds", own)
+        shape = (len(self.rank_seconds), {len(own) for own in self.rank_seconds})
+        if shape != (self.ranks, {len(self.seconds)}):
+            raise ValueError(
+                f"`rank_seconds` of `{self.name}` must have one time per segment for each of its "
+                f"{self.ranks} ranks, got times for {len(self.rank_seconds)} ranks. If you changed "
+                "`ranks`, pass `rank_seconds=()`"
+            )
+        if tuple(map(max, zip(*self.rank_seconds, strict=True))) != tuple(self.seconds):
+            raise ValueError(
+                f"`seconds` of `{self.name}` must be the maximum of `rank_seconds` over its ranks. "
+                "If you changed `seconds`, change `rank_seconds` as well, or pass `rank_seconds=()`"
+            )
 
     def _check_numbers(self, field: str, numbers: Sequence[float]) -> None:
         what = f"`{field}` of `{self.name}`"
@@ -118,9 +141,9 @@ class Profile:
     def of(cls, report: Report, name: str, *, mbps: float | None = None) -> Self:
         """Returns the profile of a job that ran alone, or took turns with other jobs.
 
-        Segment times are averaged over all of the job's steps except the first. For a computation,
-        we take the mean of the slowest rank. For an exchange, the clock starts when the last rank
-        arrives, so the time that the others spend waiting for it isn't included.
+        Segment times are averaged over all of the job's steps except the first, for each rank. For
+        an exchange, the clock starts when the last rank arrives, so the time that the others spend
+        waiting for it isn't included.
 
         Args:
             report: The run's report, possibly loaded from a file.
@@ -154,17 +177,20 @@ class Profile:
                 f"the steps of job `{name}` ran several programs, but a profile describes a single "
                 "one. Measure a run in which all arguments of the step keep their shapes and types"
             )
-        seconds, host_s = segment_times(report.spans, name, graph)
+        times = segment_times(report.spans, name, graph)
         return cls(
             name=name,
             graph=graph,
-            seconds=seconds,
-            host_s=host_s,
+            seconds=times.seconds,
+            host_s=times.host_s,
             ranks=len(report.ranks),
             link=report.link,
             mbps=mbps,
             memory=JobMemory.from_data(facts.program["memory"]),
             platform=report.placement.partition(",")[0],
+            rank_seconds=times.rank_seconds
+            if 1 < len(report.ranks) == len(times.rank_seconds)
+            else (),
         )
 
     def __repr__(self) -> str:
@@ -199,12 +225,6 @@ class Profile:
         (exchange,) = self.graph.collectives
         kinds = self.graph.kinds
         nbytes = self.graph.nbytes or (0,) * len(self.graph.kinds)
-        before = math.fsum(
-            s for s, kind in zip(self.seconds[:exchange], kinds, strict=False) if kind == "compute"
-        )
-        after = self.compute_s - before
-        backward = before * 2 / 3 / pieces
-        seconds = [before / 3 + backward, *(backward for _ in range(pieces - 1))]
         last = 2 * pieces
         piece: tuple[Literal["compute", "collective"], ...] = ("compute", "collective")
         needs = [need for i in range(pieces) for need in (((2 * i - 2,) if i else ()), (2 * i,))]
@@ -214,25 +234,68 @@ class Profile:
             after_commit=frozenset({last}),
             nbytes=(*(n for _ in range(pieces) for n in (0, nbytes[exchange] // pieces)), 0),
         )
-        part = self.seconds[exchange] / pieces
-        return replace(
-            self, graph=graph, seconds=(*(s for own in seconds for s in (own, part)), after)
+
+        def cut(seconds: Sequence[float]) -> tuple[float, ...]:
+            before = math.fsum(
+                s for s, kind in zip(seconds[:exchange], kinds, strict=False) if kind == "compute"
+            )
+            after = self._sum(seconds, "compute") - before
+            backward = before * 2 / 3 / pieces
+            part = seconds[exchange] / pieces
+            return (before / 3 + backward, *(part, backward) * (pieces - 1), part, after)
+
+        return self._with_seconds(graph, cut)
+
+    def scaled(self, kind: Literal["compute", "collective"], factor: float) -> Self:
+        """Returns a copy whose segments of this kind take `factor` times as long, on all ranks."""
+        kinds = self.graph.kinds
+        return self._with_seconds(
+            self.graph,
+            lambda seconds: tuple(
+                s * factor if own == kind else s for s, own in zip(seconds, kinds, strict=True)
+            ),
         )
+
+    def evened(self) -> Self:
+        """Returns a copy in which no rank is slower than the median rank in any computation.
+
+        The median of an even number of ranks is the lower of the two middle ones, i.e. the faster
+        one if there are two ranks.
+        """
+        middle = tuple(map(median_low, zip(*self.rank_seconds, strict=True))) or self.seconds
+        return self._with_seconds(self.graph, lambda seconds: tuple(map(min, seconds, middle)))
+
+    def _with_seconds(
+        self,
+        graph: StepGraph,
+        change: Callable[[Sequence[float]], tuple[float, ...]],
+    ) -> Self:
+        """Returns a copy with different times on each rank."""
+        ranks = tuple(map(change, self.rank_seconds))
+        slowest = tuple(map(max, zip(*ranks, strict=True))) if ranks else change(self.seconds)
+        return replace(self, graph=graph, seconds=slowest, rank_seconds=ranks)
+
+    def on_rank(self, rank: int) -> tuple[float, ...]:
+        """Returns the seconds per segment on a rank."""
+        return self.rank_seconds[rank] if self.rank_seconds else self.seconds
+
+    @property
+    def rank_compute_s(self) -> tuple[float, ...]:
+        """Device time per step in seconds on each rank; empty like `rank_seconds`."""
+        return tuple(self._sum(own, "compute") for own in self.rank_seconds)
 
     @property
     def compute_s(self) -> float:
         """Device time per step in seconds; c in the formulas."""
-        return self._sum("compute")
+        return self._sum(self.seconds, "compute")
 
     @property
     def exchange_s(self) -> float:
         """Link time per step in seconds; m in the formulas."""
-        return self._sum("collective")
+        return self._sum(self.seconds, "collective")
 
-    def _sum(self, kind: str) -> float:
-        return math.fsum(
-            s for s, own in zip(self.seconds, self.graph.kinds, strict=True) if own == kind
-        )
+    def _sum(self, seconds: Sequence[float], kind: str) -> float:
+        return math.fsum(s for s, own in zip(seconds, self.graph.kinds, strict=True) if own == kind)
 
     def to_json(self, path: str | Path) -> Path:
         """Writes the profile to a file that `load` can read back losslessly. Returns its path."""
@@ -251,6 +314,7 @@ class Profile:
             "mbps": self.mbps,
             "memory": None if self.memory is None else asdict(self.memory),
             "platform": self.platform,
+            "rank_seconds": [[*own] for own in self.rank_seconds],
         }
 
     @classmethod
@@ -273,7 +337,7 @@ class Profile:
         """
         _schema.check_format(data, FORMAT, "profiles")
         for each in fields(cls):
-            if each.name not in data and each.name not in ("memory", "platform"):
+            if each.name not in data and each.name not in ("memory", "platform", "rank_seconds"):
                 raise ValueError(f"`{each.name}` is missing")
         memory = data.get("memory")
         parts = {
@@ -283,14 +347,29 @@ class Profile:
         return _schema.record({**data, **parts}, cls)
 
 
-def segment_times(
-    spans: Iterable[Span], name: str, graph: StepGraph
-) -> tuple[tuple[float, ...], float]:
-    """Returns the mean duration of each segment and the median time between steps, in seconds.
+class SegmentTimes(NamedTuple):
+    """How long a job's segments took in a run, in seconds.
 
-    For each segment, the slowest rank's mean counts. The time between steps runs from a step's
-    return to the job's next call, during which the job might load data or write logs. Each rank's
-    first step is left out of both, because it takes longer than the others.
+    Attributes:
+        rank_seconds: The mean duration of each segment, on each rank.
+        host_s: The median time between two steps.
+    """
+
+    rank_seconds: tuple[tuple[float, ...], ...]
+    host_s: float
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """The durations on the slowest rank of each segment."""
+        return tuple(map(max, zip(*self.rank_seconds, strict=True)))
+
+
+def segment_times(spans: Iterable[Span], name: str, graph: StepGraph) -> SegmentTimes:
+    """Returns the mean duration of each segment and the median time between steps.
+
+    The time between steps runs from a step's return to the job's next call, during which the job
+    might load data or write logs. Each rank's first step is left out of both, because it takes
+    longer than the others.
 
     Args:
         spans: The spans of a run.
@@ -315,7 +394,7 @@ def segment_times(
             f"the run of job `{name}` has fewer than {MIN_STEPS} whole steps on some rank, but a "
             "profile needs that many. Measure a longer run"
         )
-    seconds = []
+    seconds: list[list[float]] = []
     for index, kind in enumerate(graph.kinds):
         of_ranks = []
         for found in on_rank.values():
@@ -323,12 +402,16 @@ def segment_times(
             # memory for the first time.
             of_steps = [step[index] for step in found[1:]]
             if kind == "compute":
-                of_ranks.append(fmean(span.end_ns - span.start_ns for span in of_steps))
+                of_ranks.append(fmean(span.end_ns - span.start_ns for span in of_steps) / 1e9)
             else:
                 of_ranks.append(
-                    fmean(arrived[span.job, span.number, span.segment] for span in of_steps)
+                    fmean(arrived[span.job, span.number, span.segment] for span in of_steps) / 1e9
                 )
-        seconds.append(max(of_ranks) / 1e9)
+        if kind == "collective":
+            # The ranks may have kept different numbers of steps, but an exchange is one event, so
+            # it takes equally long on all of them.
+            of_ranks = [max(of_ranks)] * len(of_ranks)
+        seconds.append(of_ranks)
     gaps = [
         max(
             0,
@@ -337,7 +420,7 @@ def segment_times(
         for found in on_rank.values()
         for before, after in pairwise(found[1:])
     ]
-    return tuple(seconds), median(gaps) / 1e9
+    return SegmentTimes(tuple(zip(*seconds, strict=True)), median(gaps) / 1e9)
 
 
 def _returned_ns(span: Span) -> int:

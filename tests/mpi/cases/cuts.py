@@ -132,8 +132,8 @@ def profiled_cuts() -> dict[str, ProfiledCut]:
     whole, cut = cost.whole, cost.cut
     assert cut is not None
     found = {
-        "one": replace(whole, seconds=(1.0, 0.0, 0.0)),
-        "two": replace(cut, seconds=tuple(0.1 for _ in cut.seconds)),
+        "one": replace(whole, seconds=(1.0, 0.0, 0.0), rank_seconds=()),
+        "two": replace(cut, seconds=tuple(0.1 for _ in cut.seconds), rank_seconds=()),
         "of other ranks": replace(whole, ranks=P + 1),
         "of another step": Profile.whole("a", compute_s=1.0, exchange_s=1.0, nbytes=10**6, ranks=P),
     }

@@ -7,6 +7,7 @@ Prints `rank R: estimates done`.
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -93,7 +94,7 @@ def a_profile_in_place_of_a_measurement():
     other = Profile.whole("a", compute_s=1.0, exchange_s=1.0, nbytes=10**6, ranks=P)
     for refused, reason in (
         (other, "of another step"),
-        (replace(first.whole, ranks=P + 1), f"and `train_step` runs on {P}"),
+        (replace(first.whole, ranks=P + 1, rank_seconds=()), f"and `train_step` runs on {P}"),
     ):
         text = raised(
             lambda given=refused: jaxcross.estimate(make_step(), fresh(), X, profiles=given)
@@ -120,8 +121,8 @@ def a_profile_in_place_of_a_cut():
     """The profiles choose the cut that is fastest alone, and results equal those of that `cut=`."""
     cost = jaxcross.estimate(make_step(), fresh(), X, steps=1).cost
     assert cost.cut is not None
-    slow = replace(cost.whole, seconds=tuple(1.0 for _ in cost.whole.seconds))
-    fine = replace(cost.cut, seconds=tuple(0.1 for _ in cost.cut.seconds))
+    slow = replace(cost.whole, seconds=tuple(1.0 for _ in cost.whole.seconds), rank_seconds=())
+    fine = replace(cost.cut, seconds=tuple(0.1 for _ in cost.cut.seconds), rank_seconds=())
     for given, number in (
         ([slow, fine], 2),
         ([fine, slow], 2),
@@ -202,6 +203,44 @@ def a_rank_that_exchanges_nothing():
     ), text
 
 
+def a_rank_that_computes_longer():
+    """Rank 1 waits in each step's computation. The estimate and the report of a run both name it.
+
+    The rank is slower by such a factor that it doesn't matter what else the machine is doing.
+    """
+    never = threading.Event()
+
+    def slowly(x):
+        never.wait(0.25 * (RANK == 1))
+        return x
+
+    @jaxcross.crossover(axes="batch")
+    def train_step(state, batch):
+        read = jax.pure_callback(slowly, jax.ShapeDtypeStruct((4, 3), jnp.float32), batch)
+        return state + lax.pmean(read, "batch")
+
+    found = jaxcross.estimate(train_step, X, X)
+    assert found.slow_rank is not None and found.slow_rank.rank == 1, found
+    assert found.cost.whole.rank_compute_s[1] == max(found.cost.whole.rank_compute_s) >= 0.25
+    assert "Rank 1 computes" in str(found).splitlines()[-2], found
+    assert len(set(WORLD.control.allgather_text(json.dumps(found.as_dict())))) == 1
+
+    def train(job):
+        state = job.restore(X)
+        for batch in job.batches([X] * 6):
+            state = train_step(state, batch)
+        return state
+
+    runner = jaxcross.Runner(WORLD)
+    runner.add("slow", train)
+    report = runner.run()
+    slow = report.rounds.slow_rank
+    assert slow is not None and slow.rank == 1 and slow.cost_share > 0.5, report
+    assert "Rank 1 computes" in str(report), report
+    profile = Profile.of(report, "slow")
+    assert len(profile.rank_seconds) == P and profile.on_rank(1) == profile.seconds
+
+
 CASES = (
     the_same_on_every_rank,
     a_profile_in_place_of_a_measurement,
@@ -211,6 +250,7 @@ CASES = (
     other_steps,
     a_rank_that_fails,
     a_rank_that_exchanges_nothing,
+    a_rank_that_computes_longer,
 )
 
 if __name__ == "__main__":

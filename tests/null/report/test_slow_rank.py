@@ -1,0 +1,86 @@
+"""Tests which rank a report calls slow, and what it says that this rank costs."""
+
+from dataclasses import replace
+
+import pytest
+
+from jaxcross.report import Report
+from jaxcross.report.time_breakdown import break_down
+from tests.support.breakdown_spans import S, facts, piece
+
+M = 1.0
+
+
+def job(name, ready_s, *, compute, begin=0.0, every=3.0):
+    """A job on several ranks: rank `r` enters the exchange of step `n` at `ready_s[n][r]`.
+
+    All times are relative to the beginning of the step. The last rank to enter waits for nobody.
+    """
+    spans = []
+    for step, ready in enumerate(ready_s):
+        start = begin + step * every
+        for rank, enters in enumerate(ready):
+            spans += [
+                piece("compute", name, step, start, start + compute[rank], rank=rank),
+                piece("collective", name, step, start + enters, start + max(ready) + M, rank=rank),
+            ]
+    return spans
+
+
+def broken_down(spans, *names, ranks=2, steps=5):
+    end_ns: int = max(span.end_ns for span in spans)
+    wall_ns = {rank: end_ns for rank in range(ranks)}
+    return break_down(spans, facts(*names, steps=steps), wall_ns)
+
+
+def test_a_rank_that_computes_longer_is_named():
+    """Rank 1 computes for 2 s, the others for 1 s. A step takes 3 s instead of 2 s."""
+    spans = job("a", [(1.0, 2.0, 1.0)] * 5, compute=(1.0, 2.0, 1.0))
+    slow = broken_down(spans, "a", ranks=3).slow_rank
+    assert slow is not None
+    assert (slow.rank, slow.factor, slow.cost_share) == (1, 2.0, pytest.approx(1 / 3))
+
+
+def test_ranks_that_are_equally_fast_are_not_named():
+    spans = job("a", [(2.0, 2.0)] * 5, compute=(2.0, 2.0))
+    assert broken_down(spans, "a").slow_rank is None
+    spans = job("a", [(2.0, 1.95)] * 5, compute=(2.0, 1.95))
+    assert broken_down(spans, "a").slow_rank is None
+
+
+def test_a_rank_that_is_late_without_computing_longer_is_named():
+    """Rank 0 computes as long as rank 1, but enters each exchange a second later."""
+    spans = job("a", [(2.0, 1.0)] * 5, compute=(1.0, 1.0))
+    result = broken_down(spans, "a")
+    slow = result.slow_rank
+    assert slow is not None
+    assert (slow.rank, slow.factor, slow.cost_share) == (0, 1.0, pytest.approx(1 / 3))
+    report = Report(
+        spans=tuple(spans), jobs=tuple(facts("a")), wall_ns={0: (0, 15 * S), 1: (0, 15 * S)}
+    )
+    assert (
+        "Rank 0 arrives last, but computes no longer than the others, which do nothing but wait "
+        "for it in 33% of a round."
+    ) in " ".join(str(report).split())
+    assert report.summary()["slow_rank"] == {"rank": 0, "factor": 1.0, "cost_share": 1 / 3}
+
+
+def test_ranks_that_are_late_in_turn_are_not_named():
+    spans = job("a", [(2.0, 1.0), (1.0, 2.0)] * 3, compute=(1.0, 1.0))
+    assert broken_down(spans, "a", steps=6).slow_rank is None
+
+
+def test_a_late_rank_that_others_compute_through_is_not_named():
+    """While rank 1 waits for rank 0 in the exchange of `a`, it computes for `b`."""
+    late = job("a", [(2.0, 1.0)] * 5, compute=(1.0, 1.0))
+    hidden = [
+        piece("compute", "b", step, 3 * step + 1.0, 3 * step + 2.0, rank=rank)
+        for step in range(5)
+        for rank in range(2)
+    ]
+    assert broken_down([*late, *hidden], "a", "b").slow_rank is None
+
+
+def test_a_run_of_one_rank_names_none():
+    spans = [replace(span, rank=0) for span in job("a", [(1.0,)] * 5, compute=(1.0,))]
+    assert broken_down(spans, "a", ranks=1).slow_rank is None
