@@ -15,8 +15,13 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxcross.commands import launch
+from jaxcross.commands.plan import read_contention
+
+if TYPE_CHECKING:
+    from jaxcross.plan import MachineContention
 
 _STOPPED = (130, 143)  # exit codes after Ctrl-C and SIGTERM
 
@@ -49,6 +54,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--step", metavar="NAME", help="the step to time (default: the first that is called)"
     )
+    parser.add_argument(
+        "--contention",
+        metavar="FILE",
+        help=(
+            "what `jaxcross contention FILE` measured on these hosts (default: `two-cores`, but "
+            "none on accelerators)"
+        ),
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all numbers")
     launch.add_options(parser)
     parser.add_argument(
@@ -62,7 +75,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the script up to its first step. Returns its exit code, or 1 if there's no such step."""
+    """Runs the script up to its first step.
+
+    Returns its exit code, 1 if there's no such step, or 2 if the contention can't be read.
+    """
+    try:
+        contention = read_contention(args.contention)
+    except ValueError as error:
+        print(f"jaxcross estimate: {error}", file=sys.stderr)
+        return 2
     start = launch.prepared(args)
     if isinstance(start, int):
         return start
@@ -76,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         note = unconverted_note(args.module, args.program)
         if note:
             print(note, file=sys.stderr, flush=True)
-        code = start({"JAXCROSS_ESTIMATE": request_of(args, written)})
+        code = start({"JAXCROSS_ESTIMATE": request_of(args, written, contention)})
         if args.dry_run or written.exists() or code in _STOPPED:
             return code
     which = "`crossover` step"
@@ -116,7 +137,9 @@ def unconverted_note(module: list[str] | None, program: list[str]) -> str:
     )
 
 
-def request_of(args: argparse.Namespace, written: Path) -> str:
+def request_of(
+    args: argparse.Namespace, written: Path, contention: MachineContention | None
+) -> str:
     """Returns the value of `JAXCROSS_ESTIMATE`, which tells the ranks what to measure."""
     wanted = {
         "jobs": args.jobs,
@@ -125,6 +148,7 @@ def request_of(args: argparse.Namespace, written: Path) -> str:
         "memory": args.memory,
         "step": args.step,
         "json": str(written),
+        "contention": None if contention is None else contention.to_json(),
     }
     return json.dumps({name: value for name, value in wanted.items() if value is not None})
 

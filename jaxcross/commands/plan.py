@@ -174,7 +174,7 @@ def _plan(args: argparse.Namespace) -> int:
     most = len({each.name for each in jobs.profiles})
     if args.group is not None and args.group >= most:
         raise ValueError(f"`--group` must be below {most}, the number of jobs, got {args.group}.")
-    contention = _contention(args.contention)
+    contention = read_contention(args.contention)
     plan = make(
         jobs.profiles,
         memory=args.memory,
@@ -210,7 +210,12 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _contention(name: str | None) -> MachineContention | None:
+def read_contention(name: str | None) -> MachineContention | None:
+    """Returns the contention that `--contention` names; None if the option isn't given.
+
+    Raises:
+        ValueError: The file can't be read, or contains something else.
+    """
     from jaxcross.plan import TWO_CORES, MachineContention
 
     if name is None or name == "two-cores":

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from jaxcross.gains.solo_cost import Settings, Subject, measure_on_all_ranks
 from jaxcross.jobs import JobEngine, memory_limit
+from jaxcross.plan import MachineContention
 from jaxcross.runtime import Stopped
 from jaxcross.step import Variant
 
@@ -25,6 +26,7 @@ class Request:
         jobs, steps, mbps, memory: As for `jaxcross.estimate`.
         step: Name of the step to measure. Defaults to the first step that's called.
         json: File to which rank 0 also writes the estimate, if any.
+        contention: The contents of a file that `jaxcross contention` wrote, if any.
 
     Raises:
         TypeError, ValueError: The variable contains anything else.
@@ -36,6 +38,7 @@ class Request:
     memory: int | str | None = None
     step: str | None = None
     json: str | None = None
+    contention: Any = None
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -61,6 +64,9 @@ class Request:
             steps=self.steps,
             mbps=self.mbps,
             memory_bytes=memory_limit(self.memory),
+            contention=None
+            if self.contention is None
+            else MachineContention.from_json(self.contention),
         )
 
 

@@ -17,9 +17,10 @@ from typing import Any, TypeVar, final
 import jax
 from jax.errors import JaxRuntimeError
 
+from jaxcross._arguments import check_type
 from jaxcross.errors import CutError, ExchangeError, clause, first_line
 from jaxcross.jobs import JobEngine, JobMemory, device_limit_bytes, memory_of, step_graph_of
-from jaxcross.plan import Estimate, StepCost, estimate_of
+from jaxcross.plan import Estimate, MachineContention, StepCost, estimate_of
 from jaxcross.program import Compiled, Exchange, Program, Segment, Traced, stages
 from jaxcross.runtime import Standalone, StepHost, describe
 from jaxcross.step import (
@@ -55,6 +56,7 @@ class Settings:
         mbps: Link rate in Mbit/s to assume for the exchanges. None for the actual link.
         memory_bytes: Bytes that a rank may use. None for whatever the device or the machine has.
         profiles: Profiles of the step to use instead of timing it. If empty, the step is timed.
+        contention: The contention measured on this machine. None for that of two-core hosts.
 
     Raises:
         TypeError, ValueError: A setting makes no sense.
@@ -65,6 +67,7 @@ class Settings:
     mbps: float | None = None
     memory_bytes: int | None = None
     profiles: tuple[Profile, ...] = ()
+    contention: MachineContention | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("jobs", self.jobs), ("steps", self.steps)):
@@ -77,6 +80,7 @@ class Settings:
                 raise TypeError(f"`mbps` must be a number, or None, got {self.mbps!r}.")
             if not 0 < self.mbps < float("inf"):
                 raise ValueError(f"`mbps` must be above 0 and finite, got {self.mbps!r}.")
+        check_type(self.contention, MachineContention | None, "`contention`")
         if self.profiles and self.mbps is not None:
             raise ValueError(
                 f"`mbps` is {self.mbps!r}, but cannot be used together with `profiles`, because a "
@@ -86,7 +90,11 @@ class Settings:
 
     def as_data(self) -> dict[str, Any]:
         """Returns all settings as plain data, which ranks can compare."""
-        plain = asdict(replace(self, profiles=()))
+        plain = asdict(replace(self, profiles=(), contention=None))
+        if self.contention is None:
+            del plain["contention"]
+        else:
+            plain["contention"] = self.contention.to_json()
         if not self.profiles:
             del plain["profiles"]
             return plain
@@ -201,6 +209,7 @@ class SoloCost:
             link_mbps=self._settings.mbps,
             limit_bytes=min(limits, default=None),
             shares_processor=jax.default_backend() == "cpu",
+            contention=self._settings.contention,
         )
 
     def _together(self, work: Callable[[Control], T]) -> T:

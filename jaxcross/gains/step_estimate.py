@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxcross.gains.solo_cost import Settings, Subject, measure_on_all_ranks
 from jaxcross.jobs import current_engine, memory_limit
-from jaxcross.plan import Estimate, Profiles, profiles_of_step
+from jaxcross.plan import Estimate, MachineContention, Profiles, profiles_of_step
 from jaxcross.program import step_name
 from jaxcross.step import Axes, Step, crossover
 from jaxcross.world import current_world
@@ -22,6 +22,7 @@ def estimate(
     mbps: float | None = None,
     memory: int | str | None = None,
     profiles: Profiles | None = None,
+    contention: MachineContention | None = None,
 ) -> Estimate:
     """Predicts how much faster jobs with this step would run together, by timing it on all ranks.
 
@@ -44,6 +45,9 @@ def estimate(
             memory.
         profiles: A `plan.Profile` of the step, or several profiles with different cuts. If given,
             no step is timed. We still compile the step if a profile has no memory figures.
+        contention: How much computation and exchange slow each other down on your machine, as
+            measured by `jaxcross contention` and read by `plan.MachineContention.load`. If None, we
+            use what we measured on two-core hosts, and on accelerators only state a bound.
 
     Returns:
         The estimate. Its `print` has ten lines, and an eleventh that names a rank that computes
@@ -74,6 +78,7 @@ def estimate(
             mbps=mbps,
             memory_bytes=memory_limit(memory),
             profiles=() if profiles is None else profiles_of_step(profiles),
+            contention=contention,
         )
         decorated = _decorated(step, axes)
         traced, leaves = decorated.bind(*args)

@@ -16,6 +16,12 @@ _SAME = 0.02
 """Link rates that differ by less than this share count as the same, since measured rates vary by
 about this much from run to run.
 """
+_BELOW = 2.0
+_ABOVE = 1.25
+"""We extrapolate down to the lowest measured rate divided by `_BELOW`, and up to the highest times
+`_ABOVE`. In our measurements, contention increases with the rate, so on a slower link it should be
+no worse than at the lowest measured rate. How much worse it gets on a faster link isn't known.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +49,7 @@ class MachineContention:
         """Returns the contention at a given rate of the link.
 
         Interpolates linearly between measured rates. Outside the measured range, returns the
-        contention at the nearest measured rate.
+        contention at the nearest measured rate. `basis` says which of these applies.
         """
         rates = [rate for rate, _ in self.measured]
         above = bisect_left(rates, mbps)
@@ -55,6 +61,24 @@ class MachineContention:
             compute=slow.compute + part * (fast.compute - slow.compute),
             exchange=slow.exchange + part * (fast.exchange - slow.exchange),
         )
+
+    def basis(self, mbps: float) -> str:
+        """Returns what `at` is based on at a given rate of the link, e.g. for display.
+
+        Returns `measured at ...`, `interpolated from ... and ...` or `extrapolated from ...`, with
+        the measured rates. Returns "" if the rate is below half of the lowest measured rate, or
+        more than a quarter above the highest: the contention there isn't known.
+        """
+        rates = [rate for rate, _ in self.measured]
+        if not rates[0] / _BELOW <= mbps <= rates[-1] * _ABOVE:
+            return ""
+        nearest = min(rates, key=lambda rate: abs(rate - mbps))
+        if abs(nearest - mbps) <= _SAME * mbps:
+            return f"measured at {nearest:.4g} Mbit/s"
+        above = bisect_left(rates, mbps)
+        if above == 0 or above == len(rates):
+            return f"extrapolated from {nearest:.4g} Mbit/s"
+        return f"interpolated from {rates[above - 1]:.4g} and {rates[above]:.4g} Mbit/s"
 
     def with_point(self, mbps: float, there: Contention) -> Self:
         """Returns a copy with one more measurement, which replaces any at about the same rate."""

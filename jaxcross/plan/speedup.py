@@ -18,15 +18,11 @@ from jaxcross._html import preformatted
 from jaxcross.interleave import Contention
 from jaxcross.jobs import JobMemory, needed_bytes
 from jaxcross.plan.groups import bound_s
-from jaxcross.plan.machine_contention import TWO_CORES
+from jaxcross.plan.machine_contention import TWO_CORES, MachineContention
 from jaxcross.plan.twin import predict
 from jaxcross.program import human_bytes
 from jaxcross.report import SlowRank, seconds, slowest
 from jaxcross.step import Profile
-
-KNOWN_MBPS = (250.0, 2500.0)
-"""Range of link rates at which predicted gains were compared with measured runs, rounded outwards.
-"""
 
 TOO_SHORT_S = 0.02
 """Votes and dispatch take up a noticeable part of steps shorter than this."""
@@ -50,6 +46,8 @@ class StepCost:
             were measured.
         limit_bytes: Number of bytes that a rank may use; None if unknown.
         shares_processor: Whether the processor that computes also drives the network.
+        contention: The contention that was measured on the user's machine. If None, we use that of
+            two-core hosts, unless the step runs on an accelerator.
     """
 
     whole: Profile
@@ -61,6 +59,7 @@ class StepCost:
     link_mbps: float | None = None
     limit_bytes: int | None = None
     shares_processor: bool = True
+    contention: MachineContention | None = None
 
     @property
     def compute_s(self) -> float:
@@ -89,6 +88,7 @@ class StepCost:
         costs = {
             "whole": self.whole.as_data(),
             "cut": None if self.cut is None else self.cut.as_data(),
+            "contention": None if self.contention is None else self.contention.to_json(),
         }
         derived = {"compute_s": self.compute_s, "exchange_s": self.exchange_s, "mbps": self.mbps}
         return {**asdict(self), **costs, **derived}
@@ -137,6 +137,9 @@ class Estimate:
         fitting_jobs: Number of jobs that fit into memory; None if no limit is known.
         slow_rank: The rank that computes the longest, and what that costs if the asked number of
             jobs run alongside each other. None if it isn't clearly slower than the median rank.
+        basis: What the contention behind the expected speed-ups is based on at the link's rate,
+            e.g. `interpolated from 100 and 200 Mbit/s`; see `MachineContention.basis`. "" if it
+            isn't known, so there are no expected speed-ups.
     """
 
     cost: StepCost
@@ -145,6 +148,7 @@ class Estimate:
     cut_alone: float | None
     fitting_jobs: int | None
     slow_rank: SlowRank | None = None
+    basis: str = ""
 
     def of(self, jobs: int) -> Gain:
         """Returns the prediction for a given number of jobs."""
@@ -188,7 +192,9 @@ def estimate_of(cost: StepCost, jobs: int = 2) -> Estimate:
     c = cost.compute_s
     m = cost.exchange_s
     rate = cost.mbps
-    contention = contention_at(rate) if cost.shares_processor and rate is not None else None
+    machine = machine_of(cost)
+    basis = "" if machine is None or rate is None else machine.basis(rate)
+    contention = machine.at(rate) if machine is not None and rate is not None and basis else None
     gains = []
     for k in sorted({1, 2, 3, 4, jobs}):
         before_s = k * (c + m)
@@ -224,6 +230,7 @@ def estimate_of(cost: StepCost, jobs: int = 2) -> Estimate:
         cut_alone=cut_alone,
         fitting_jobs=_fitting_jobs(cost),
         slow_rank=_slow_rank(cost, jobs, contention),
+        basis=basis,
     )
 
 
@@ -270,9 +277,9 @@ def period_s(
     return max(busiest, *(a + b for a, b in zip(compute_s, exchange_s, strict=True)))
 
 
-def contention_at(mbps: float) -> Contention | None:
-    """Returns the contention of two-core hosts at a rate; None far outside the measured rates."""
-    return TWO_CORES.at(mbps) if KNOWN_MBPS[0] <= mbps <= KNOWN_MBPS[1] else None
+def machine_of(cost: StepCost) -> MachineContention | None:
+    """Returns the contention to use for a step; None if it's on an accelerator and not measured."""
+    return cost.contention or (TWO_CORES if cost.shares_processor else None)
 
 
 def _alone_s(profile: Profile) -> float:
@@ -316,7 +323,7 @@ def _lines(estimate: Estimate) -> Iterator[str]:
     yield _row("equal jobs side by side", [str(p.jobs) for p in gains])
     yield _row("times as fast, at most", [f"{p.most:.2f}" for p in gains], "(c + m) / max(c, m)")
     expected = ["-" if p.expected is None else f"{p.expected:.2f}" for p in gains]
-    yield _row("times as fast, expected", expected, _how_expected(cost))
+    yield _row("times as fast, expected", expected, _how_expected(cost, estimate.basis))
     narrow = [
         f"{p.most_narrow if p.expected_narrow is None else p.expected_narrow:.2f}" for p in gains
     ]
@@ -356,14 +363,14 @@ def _wire(cost: StepCost) -> str:
     return f": {human_bytes(cost.wire_bytes)} to each rank{rate}" if cost.whole.ranks > 1 else ""
 
 
-def _how_expected(cost: StepCost) -> str:
-    if not cost.exchange_s:
+def _how_expected(cost: StepCost, basis: str) -> str:
+    if cost.mbps is None:
         return ""
-    if not cost.shares_processor:
+    if machine_of(cost) is None:
         return "not known for accelerators"
-    if cost.mbps is None or contention_at(cost.mbps) is None:
-        return f"not known for {cost.mbps:.0f} Mbit/s"
-    return "with the contention of two-core hosts"
+    if not basis:
+        return f"not known at {cost.mbps:.0f} Mbit/s; run `jaxcross contention`"
+    return f"{'two-core hosts' if cost.contention is None else 'your contention'}, {basis}"
 
 
 def _recommendation(estimate: Estimate) -> str:

@@ -15,8 +15,8 @@ from jaxcross.interleave.policy import RoundRobin
 from jaxcross.interleave.simulator import Call, Simulation
 from jaxcross.interleave.step_graph import StepGraph
 from jaxcross.jobs.memory import JobMemory
-from jaxcross.plan.machine_contention import TWO_CORES
-from jaxcross.plan.speedup import StepCost, contention_at, estimate_of, memory_bytes, period_s
+from jaxcross.plan.machine_contention import TWO_CORES, MachineContention
+from jaxcross.plan.speedup import StepCost, estimate_of, memory_bytes, period_s
 from jaxcross.step.profile import Profile
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -61,10 +61,9 @@ def errors(rows: list[dict[str, Any]], *, contention: bool) -> list[float]:
     """Returns the relative errors of the predicted seconds per job-step."""
     found = []
     for row in rows:
-        factors = contention_at(row["rate_bits_per_s"] / 1e6) if contention else None
-        assert (factors is None) != contention, (
-            "the race is within the rates of which the contention is known"
-        )
+        mbps = row["rate_bits_per_s"] / 1e6
+        assert TWO_CORES.basis(mbps), "the race is within the rates of known contention"
+        factors = TWO_CORES.at(mbps) if contention else None
         predicted = period_s(row["c_s"], row["m_s"], factors) / len(row["c_s"])
         found.append(predicted / row["steady_s_per_job_step"] - 1)
     return found
@@ -132,10 +131,65 @@ def test_contention_is_what_was_measured() -> None:
         )
 
 
+MEASURED = MachineContention(
+    measured=(
+        (25.0, Contention(compute=1.05, exchange=1.0)),
+        (100.0, Contention(compute=1.10, exchange=1.02)),
+        (200.0, Contention(compute=1.12, exchange=1.04)),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("mbps", "basis"),
+    [
+        (12.4, ""),
+        (12.6, "extrapolated from 25 Mbit/s"),
+        (24.6, "measured at 25 Mbit/s"),
+        (62.5, "interpolated from 25 and 100 Mbit/s"),
+        (101.0, "measured at 100 Mbit/s"),
+        (150.0, "interpolated from 100 and 200 Mbit/s"),
+        (249.0, "extrapolated from 200 Mbit/s"),
+        (251.0, ""),
+    ],
+)
+def test_an_estimate_says_what_its_contention_is_based_on(mbps: float, basis: str) -> None:
+    """Far outside the measured rates, there's only a bound."""
+    made = estimate_of(
+        cost(1.0, 1.0, wire_bytes=round(mbps * 1e6 / 8), contention=MEASURED), jobs=7
+    )
+    assert made.basis == basis
+    (row,) = [line for line in str(made).splitlines() if line.startswith("  times as fast, exp")]
+    if basis:
+        assert row.endswith(f"your contention, {basis}")
+        expected = 2.0 / period_s([1.0], [1.0], MEASURED.at(mbps))
+        assert made.of(1).expected == expected
+        assert made.recommendation.startswith("Yes, run 7 jobs side by side: about 1.")
+    else:
+        assert row.endswith(f"not known at {mbps:.0f} Mbit/s; run `jaxcross contention`")
+        assert made.of(2).expected is None
+        assert made.recommendation.startswith("Try 7 jobs side by side: at most 2.00")
+    assert max(map(len, str(made).splitlines())) <= 140
+
+
+def test_contention_is_interpolated_linearly() -> None:
+    there = MEASURED.at(62.5)
+    assert (there.compute, there.exchange) == (pytest.approx(1.075), pytest.approx(1.01))
+
+
+def test_measured_contention_also_counts_on_accelerators() -> None:
+    given = cost(1.0, 1.0, wire_bytes=12_500_000, shares_processor=False)
+    assert estimate_of(given).of(2).expected is None
+    made = estimate_of(replace(given, contention=MEASURED))
+    assert made.of(2).expected == pytest.approx(2 / 1.098, abs=0.01)
+    assert made.as_dict()["cost"]["contention"] == MEASURED.to_json()
+
+
 def test_contention_far_from_measured_rates_is_unknown() -> None:
-    assert contention_at(500) == contention_at(300) == Contention(compute=1.15, exchange=1.05)
-    assert contention_at(100) is None
-    assert contention_at(10_000) is None
+    low, high = TWO_CORES.measured[0][0], TWO_CORES.measured[-1][0]
+    assert TWO_CORES.basis(low / 1.9) == f"extrapolated from {low:.4g} Mbit/s"
+    assert TWO_CORES.at(low / 1.9) == TWO_CORES.measured[0][1]
+    assert TWO_CORES.basis(low / 2.1) == TWO_CORES.basis(1.3 * high) == ""
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 3, 4])

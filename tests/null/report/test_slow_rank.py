@@ -29,8 +29,7 @@ def job(name, ready_s, *, compute, begin=0.0, every=3.0):
 
 def broken_down(spans, *names, ranks=2, steps=5):
     end_ns: int = max(span.end_ns for span in spans)
-    wall_ns = {rank: end_ns for rank in range(ranks)}
-    return break_down(spans, facts(*names, steps=steps), wall_ns)
+    return break_down(spans, facts(*names, steps=steps), dict.fromkeys(range(ranks), end_ns))
 
 
 def test_a_rank_that_computes_longer_is_named():
