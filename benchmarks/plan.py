@@ -1,21 +1,24 @@
 """Can we predict the time of several jobs running together from runs of each job alone?
 
-    python benchmarks/plan.py [--only equal,unequal,pair,variants,ResNet-50] [--cases A,B]
-        [--rates 500,1000,2000] [--repeats 3] [--minutes 18] [--json FILE] [--png FILE] [--draw]
-        [--smoke]
+    python benchmarks/plan.py [--only contention,equal,...] [--cases A,B]
+        [--rates 25,100,200,500,1000,2000] [--repeats 3] [--minutes 18] [--json FILE] [--png FILE]
+        [--draw] [--smoke]
 
 There are two hosts with one core each and a real link. In each repeat, every kind of job first runs
 alone, and then all cases of a part run, in a different order each time.
 
 The predictions are made by the twin (`jaxcross.plan.predict`), which simulates a run. Its inputs
-are the profiles of the solo runs, averaged over all repeats, and the contention that
-`jaxcross.plan.machine_contention` gives for the rate of the link. Predictions don't use anything
-that was measured while several jobs were running.
+are the profiles of the solo runs, averaged over all repeats, and the contention at the rate of the
+link: what the part `contention` has measured, if FILE has it, or else what
+`jaxcross.plan.machine_contention` keeps for two-core hosts. Predictions don't use anything that was
+measured while several jobs were running.
 
 T is the seconds per job-step. It's measured from the moment when all jobs have made their first
 step, because a first step has to get its memory from the kernel, until the end of the last span. If
 a step is in progress at that moment, only the fraction of its time that comes afterwards is
 counted. `whole_s` has the predicted and measured seconds including the first steps. The parts are:
+  contention by how much a ResNet-50 step and exchanges slow each other down at 25, 100, 200, 500
+             and 1000 Mbit/s, which take turns
   equal      two and three equal jobs, and two different ones, at three rates; for the equal ones
              also `jaxcross.estimate`
   unequal    a large job and a small one, run in three ways: with whole steps, in pieces, and in
@@ -24,6 +27,10 @@ counted. `whole_s` has the predicted and measured seconds including the first st
              solo runs
   variants   two jobs with bfloat16 on the wire, and two jobs cut in four
   ResNet-50  two ResNet-50 jobs
+  slow       two equal jobs at 25, 100 and 200 Mbit/s, whose steps compute for about as long as they
+             exchange; also `jaxcross.estimate`
+  unlike     two equal jobs on ranks of which one has to compute twice as much per step, and on
+             ranks that are equally fast
 We report:
   ratio        the predicted T over the achieved T, where the latter is the median of the repeats
   interval     from 5% below to 10% above the prediction, widened on both sides by half of the
@@ -43,20 +50,20 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import plan_show
 from ended import ends_on_signals
 from parts import in_order, is_too_late, parse_options, words
-from plan_cases import CASES, ESTIMATED, PARTS, PIECES, RATES
+from plan_cases import ALL_RATES, CASES, CONTENTION_RATES, ESTIMATED, PARTS, PIECES
 from rivals.teams import Stage, Team, lab_or_exit
 from workloads import kept, parser, write_json
 
 from jaxcross.interleave.contention import Contention
 from jaxcross.interleave.policy import Policy, RoundRobin, Weighted
-from jaxcross.plan.machine_contention import TWO_CORES
+from jaxcross.plan.machine_contention import TWO_CORES, MachineContention
 from jaxcross.plan.rates import choose_rates
 from jaxcross.plan.twin import Prediction, predict
 from jaxcross.report import Report
@@ -65,6 +72,8 @@ from jaxcross.step.profile import Profile
 PAIR_RATE = 500
 LEAST = 6
 """Steps that the slowest job of a run makes at least."""
+WINDOW = 0.3
+"""How long one part of a round of contention takes, as a share of `--seconds`."""
 RACE = Path(__file__).parent / "results" / "race.json"
 
 
@@ -84,11 +93,18 @@ def main() -> int:
         bench = Bench(
             args=args, stage=stage, team=stage.start("planned", "two", job=None, smoke=args.smoke)
         )
+        bench.use_contention(result["contention"])
         for part in args.only:
             for rate in args.rates:
                 if bench.is_too_late(part, rate):
                     continue
-                made = bench.pair() if part == "pair" else bench.cases(part, rate)
+                if part == "contention":
+                    made = bench.measure_contention()
+                    bench.use_contention(made["contention"])
+                elif part == "pair":
+                    made = bench.pair()
+                else:
+                    made = bench.cases(part, rate)
                 plan_show.keep(result, made)
                 result["verdict"] = plan_show.verdict(result)
                 write_json(args.json, __doc__, result)
@@ -108,10 +124,15 @@ class Bench:
     begin: float = field(default_factory=time.monotonic)
     rate: int = 0
     runs: int = 0
+    machine: MachineContention = TWO_CORES
 
     def is_too_late(self, part: str, rate: int) -> bool:
         """Returns whether there's nothing to do for a part at a rate, or no time left."""
-        wanted = rate == PAIR_RATE if part == "pair" else bool(self._cases(part, rate))
+        wanted = bool(self._cases(part, rate))
+        if part == "pair":
+            wanted = rate == PAIR_RATE
+        elif part == "contention":  # measures all rates at once
+            wanted = rate == self._contention_rates[0] if self._contention_rates else False
         return not wanted or is_too_late(part, rate, begin=self.begin, minutes=self.args.minutes)
 
     def _cases(self, part: str, rate: int) -> list[str]:
@@ -196,9 +217,37 @@ class Bench:
         )
         return {"pair": [row]}
 
+    def measure_contention(self) -> dict[str, list[dict[str, Any]]]:
+        """Measures the contention at all rates, which take turns."""
+        rates = self._contention_rates
+        raw: dict[int, list[dict[str, Any]]] = {rate: [] for rate in rates}
+        window_s = self.args.seconds * WINDOW
+        for repeat in range(self.args.repeats):
+            for rate in in_order(rates, repeat):
+                self._set_rate(rate)
+                (found, *_) = self.stage.ask(
+                    self.team, "contention", kind="ResNet-50", mbps=rate, window_s=window_s
+                )
+                raw[rate].append(found)
+        rows = [plan_show.contention_row(rate, rounds) for rate, rounds in raw.items()]
+        for row in rows:  # as in `jaxcross.plan.machine_contention`
+            factors = f"compute={row['compute']:.2f}, exchange={row['exchange']:.2f}"
+            print(f"({row['rate']:.1f}, Contention({factors})),", flush=True)
+        return {"contention": rows}
+
+    def use_contention(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Predicts with measured contention at the rates that were measured."""
+        for row in rows:
+            there = Contention(compute=row["compute"], exchange=row["exchange"])
+            self.machine = self.machine.with_point(row["rate"], there)
+
+    @property
+    def _contention_rates(self) -> list[int]:
+        return [rate for rate in CONTENTION_RATES if rate in self.args.rates]
+
     @property
     def _contention(self) -> Contention:
-        return TWO_CORES.at(self.rate)
+        return self.machine.at(self.rate)
 
     def _set_rate(self, rate: int) -> None:
         self.stage.lab.set_rate(f"{rate}mbit")
@@ -275,6 +324,8 @@ class Bench:
             "achieved_s": achieved,
             "ratio": predicted / achieved,
             "spread": plan_show.spread(took),
+            "slow_rank": None if twin.slow_rank is None else asdict(twin.slow_rank),
+            "reported_slow_rank": raw[middle]["summary"]["slow_rank"],
             "interval_s": [low, high],
             "covered": low <= achieved <= high,
             "raw_s": took,
@@ -307,7 +358,9 @@ class Bench:
         for kind in dict.fromkeys(
             ESTIMATED[row["case"]] for row in rows if row["case"] in ESTIMATED
         ):
-            (answer, *_) = self.stage.ask(self.team, "estimate", kind=kind, jobs=2)
+            (answer, *_) = self.stage.ask(
+                self.team, "estimate", kind=kind, jobs=2, contention=self.machine.to_json()
+            )
             (alone,) = (row for row in solo if row["kind"] == kind)
             gains = {gain["jobs"]: gain["expected"] for gain in answer["estimate"]["gains"]}
             for row in rows:
@@ -322,6 +375,7 @@ class Bench:
                         "predicted": gains[jobs],
                         "achieved": achieved,
                         "ratio": gains[jobs] / achieved,
+                        "basis": answer["estimate"]["basis"],
                         "cost": answer["estimate"]["cost"],
                     }
                 )
@@ -341,7 +395,7 @@ def _policy(shares: Sequence[float]) -> Policy:
 
 def earlier(path: Path | None) -> dict[str, Any]:
     """Returns the file's contents, and predictions for the kept rows of the race."""
-    result = kept(path, {"rows": [], "solo": [], "estimates": [], "pair": []})
+    result = kept(path, {"rows": [], "solo": [], "estimates": [], "pair": [], "contention": []})
     result["race"] = plan_show.race_rows(json.loads(RACE.read_text()))
     return result
 
@@ -353,7 +407,7 @@ def options() -> argparse.Namespace:
         "--seconds", type=float, default=10.0, help="of a run, or so (default %(default)s)"
     )
     args = parse_options(
-        made, PARTS, RATES, minutes=18.0, png_help="draw predicted and measured times"
+        made, PARTS, ALL_RATES, minutes=18.0, png_help="draw predicted and measured times"
     )
     if args.smoke:
         args.repeats, args.seconds = 2, 0.3

@@ -18,11 +18,14 @@ class Kind:
         spec: The model.
         cut: As for `crossover`.
         wire: Element type of the gradients on the wire.
+        rank_1_batches: How many times as many examples rank 1 has per step. It then computes longer
+            than rank 0, as if its processor were slower.
     """
 
     spec: Spec
     cut: int | str = "whole"
     wire: str = "float32"
+    rank_1_batches: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +45,10 @@ class Case:
     part: str
 
 
-def _language(layers: int, width: int, vocabulary: int) -> Spec:
-    sizes = dict(layers=layers, width=width, length=128, batch_size=4, vocabulary=vocabulary)
+def _language(layers: int, width: int, vocabulary: int, batch_size: int = 4) -> Spec:
+    sizes = dict(
+        layers=layers, width=width, length=128, batch_size=batch_size, vocabulary=vocabulary
+    )
     return Spec(model="transformer", options=tuple(sizes.items()))
 
 
@@ -53,6 +58,11 @@ _LANGUAGE, _LARGE, _SMALL = (
     _language(6, 384, 4096),
     _language(2, 192, 1024),
 )
+SLOW = {25: 64, 100: 16, 200: 8}
+"""For slow links, by rate in megabits per second, the batch size with which a step of the small
+model computes for about as long as it exchanges.
+"""
+_SLOW = {rate: _language(2, 192, 1024, batch_size) for rate, batch_size in SLOW.items()}
 PIECES = (2, 4, 8, 16)
 """The cuts of an unequal pair's large job, in addition to the whole step."""
 
@@ -65,6 +75,8 @@ KINDS: dict[str, Kind] = {
     **{f"large cut in {pieces}": Kind(spec=_LARGE, cut=pieces) for pieces in PIECES},
     "small": Kind(spec=_SMALL),
     "ResNet-50": Kind(spec=RESNET),
+    **{f"batch {SLOW[rate]}": Kind(spec=spec) for rate, spec in _SLOW.items()},
+    "language, rank 1 slower": Kind(spec=_LANGUAGE, rank_1_batches=2),
 }
 RATES = (500, 1000, 2000)
 _UNEQUAL = ("large cut in 16", "small")
@@ -78,9 +90,25 @@ CASES: dict[str, Case] = {
     "two bfloat16": Case(part="variants", kinds=("language bfloat16",) * 2, rates=(500,)),
     "two cut": Case(part="variants", kinds=("language cut in 4",) * 2, rates=(1000,)),
     "two ResNet-50": Case(part="ResNet-50", kinds=("ResNet-50", "ResNet-50"), rates=(1000,)),
+    **{
+        f"two, batch {size}": Case(part="slow", kinds=(f"batch {size}",) * 2, rates=(rate,))
+        for rate, size in SLOW.items()
+    },
+    "two, like ranks": Case(part="unlike", kinds=("language", "language"), rates=(1000,)),
+    "two, rank 1 slower": Case(
+        part="unlike", kinds=("language, rank 1 slower",) * 2, rates=(1000,)
+    ),
 }
-PARTS = ("equal", "unequal", "pair", "variants", "ResNet-50")
-ESTIMATED = {"two": "language", "three": "language", "two ResNet-50": "ResNet-50"}
+PARTS = ("contention", "equal", "unequal", "pair", "variants", "ResNet-50", "slow", "unlike")
+CONTENTION_RATES = (25, 100, 200, 500, 1000)
+"""The rates at which contention is measured, by turns."""
+ALL_RATES = tuple(sorted({*RATES, *CONTENTION_RATES}))
+ESTIMATED = {
+    "two": "language",
+    "three": "language",
+    "two ResNet-50": "ResNet-50",
+    **{f"two, batch {size}": f"batch {size}" for size in SLOW.values()},
+}
 """Cases of equal jobs -> their kind, whose gain `jaxcross.estimate` predicts."""
 
 _TINY = Spec(model="transformer", options=(*TOY_LANGUAGE.options[:-1], ("vocabulary", 64)))
@@ -90,6 +118,7 @@ _TOYS = {
     _VISION: TOY_RESNET,
     _SMALL: _TINY,
     RESNET: TOY_RESNET,
+    **dict.fromkeys(_SLOW.values(), _TINY),
 }
 
 

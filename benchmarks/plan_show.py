@@ -71,6 +71,19 @@ def s_per_step(spans: Iterable[Span]) -> float:
     return max(found)
 
 
+def contention_row(rate: int, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the slowdown factors at a rate, as medians over rounds.
+
+    A median below 1 is noise, and becomes 1.
+    """
+    row: dict[str, Any] = {"rate": rate}
+    for what in ("compute", "exchange"):
+        ratios = sorted(each[f"{what}_beside_s"] / each[f"{what}_s"] for each in rounds)
+        row[what] = max(1.0, statistics.median(ratios))
+        row[f"{what}_ratios"] = ratios
+    return {**row, "megabytes": rounds[0]["megabytes"], "raw": [*map(dict, rounds)]}
+
+
 def interval_s(predicted_s: float, apart: float) -> tuple[float, float]:
     """Returns the seconds per job-step between which we expect a run.
 

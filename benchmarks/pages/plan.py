@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from plan_show import AGREE, verdict
 
-from pages import Read, Table
+from pages import Read, Table, with_spread
 
 
 def plan(read: Read, _: str) -> Iterator[tuple[str, ...]]:
@@ -83,9 +83,82 @@ def plan_pair(read: Read, _: str) -> Iterator[tuple[str, ...]]:
         )
 
 
+def contention(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """How much computation and exchange slow each other down, by the link's rate."""
+    yield "Mbit/s", "a computation takes, times as long", "an exchange takes, times as long"
+    for row in read("plan_slow")["contention"]:
+        yield (
+            f"{row['rate']}",
+            with_spread(row["compute_ratios"]),
+            with_spread(row["exchange_ratios"]),
+        )
+
+
+def slow_estimates(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """Expected and measured gains of two equal jobs on slow links, by two kinds of prediction."""
+    yield (
+        "Mbit/s",
+        "times as fast, expected",
+        "by the twin",
+        "measured",
+        "repeats within",
+        "expected / measured",
+    )
+    kept = read("plan_slow")
+    for row in kept["estimates"]:
+        run = next(r for r in kept["rows"] if (r["case"], r["rate"]) == (row["case"], row["rate"]))
+        yield (
+            f"{row['rate']}",
+            f"{row['predicted']:.2f}",
+            f"{row['achieved'] / run['ratio']:.2f}",
+            f"{row['achieved']:.2f}",
+            f"{run['spread']:.1%}",
+            f"{row['ratio']:.3f}",
+        )
+
+
+def unlike(read: Read, _: str) -> Iterator[tuple[str, ...]]:
+    """Two jobs on ranks that are equally fast, and with a rank that's slower."""
+    yield (
+        "jobs",
+        "Mbit/s",
+        "predicted s",
+        "measured s",
+        "predicted / measured",
+        "repeats within",
+        "slow rank",
+        "its cost, predicted",
+        "its cost, measured",
+        "its cost in the report",
+    )
+    rows = {row["case"]: row for row in read("plan_slow")["rows"]}
+    like = rows.get("two, like ranks")
+    for case in ("two, like ranks", "two, rank 1 slower"):
+        row = rows.get(case)
+        if row is None or like is None:
+            continue
+        slow, reported = row["slow_rank"], row["reported_slow_rank"]
+        measured = 1 - like["achieved_s"] / row["achieved_s"]
+        yield (
+            case,
+            f"{row['rate']}",
+            f"{row['predicted_s']:.3f}",
+            f"{row['achieved_s']:.3f}",
+            f"{row['ratio']:.3f}",
+            f"{row['spread']:.1%}",
+            "none" if slow is None else f"{slow['rank']}, {slow['factor']:.2f} times as long",
+            "" if slow is None else f"{slow['cost_share']:.0%}",
+            "" if slow is None else f"{measured:.0%}",
+            "" if reported is None else f"{reported['cost_share']:.0%}",
+        )
+
+
 TABLES: dict[str, Table] = {
     "plan": plan,
     "plan-verdict": plan_verdict,
     "plan-estimates": plan_estimates,
     "plan-pair": plan_pair,
+    "plan-contention": contention,
+    "plan-slow": slow_estimates,
+    "plan-unlike": unlike,
 }

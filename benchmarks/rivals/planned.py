@@ -6,6 +6,7 @@ import itertools
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from rivals.crossed import (
 )  # first: it starts the world, before the first JAX array
 
 import jax  # isort: skip
+import jax.numpy as jnp  # isort: skip
 from plan_cases import kind_of
 
 import jaxcross
+from jaxcross.commands.contention_rank import Measurement
 from jaxcross.step.profile import Profile
 from rivals import jax_work
 from rivals.cases import Spec
@@ -35,6 +38,8 @@ class Jobs:
         self._works: dict[Spec, Any] = {}
         self._steps: dict[str, Any] = {}
         self._states: dict[tuple[Spec, int], Any] = {}
+        self._contention: dict[float, Measurement] = {}
+        self._alone: Any = None
 
     def run(
         self, jobs: Sequence[dict[str, Any]], shares: Sequence[float], mbps: float, out: str
@@ -72,13 +77,34 @@ class Jobs:
             found["profile"] = profile.as_data()
         return found
 
-    def estimate(self, kind: str, jobs: int) -> dict[str, Any]:
+    def estimate(self, kind: str, jobs: int, contention: list[Any]) -> dict[str, Any]:
         """Returns `jaxcross.estimate` for a kind of job at the link's current rate."""
-        return {
-            "estimate": jaxcross.estimate(
-                self._step(kind), *self._arguments(kind, 0), jobs=jobs
-            ).as_dict()
-        }
+        found = jaxcross.estimate(
+            self._step(kind),
+            *self._arguments(kind, 0),
+            jobs=jobs,
+            contention=jaxcross.plan.MachineContention.from_json(contention),
+        )
+        return {"estimate": found.as_dict()}
+
+    def contention(self, kind: str, mbps: float, window_s: float) -> dict[str, Any]:
+        """Measures one round of contention at the link's current rate, with this kind's model."""
+        if self._alone is None:
+            work = self._work(kind_of(kind, smoke=self._smoke).spec)
+            step = jax.jit(work.make(lambda tree: tree), donate_argnums=0)
+            batch = jax_work.batch_of(work, 0, world.rank)
+            held = [jax_work.state_of(work, 0)]
+
+            def alone(_: Any) -> Any:  # all rates share the state, which each step donates
+                held[0], metrics = step(held[0], batch)
+                return metrics
+
+            self._alone = alone
+        if mbps not in self._contention:
+            training = self._alone, self._alone(None)
+            self._contention[mbps] = Measurement(world, window_s, training)
+        measurement = self._contention[mbps]
+        return {"megabytes": measurement.megabytes, **asdict(measurement.round())}
 
     def _train(
         self, job: jaxcross.JobContext, *, facts: dict[str, Any], ends: list[float], begin: float
@@ -93,11 +119,15 @@ class Jobs:
         self._states[key] = state
 
     def _arguments(self, kind: str, number: int) -> tuple[Any, Any]:
-        spec = kind_of(kind, smoke=self._smoke).spec
+        found = kind_of(kind, smoke=self._smoke)
+        spec = found.spec
         work = self._work(spec)
         if (spec, number) not in self._states:
             self._states[spec, number] = jax_work.state_of(work, number)
-        return self._states[spec, number], jax_work.batch_of(work, number, world.rank)
+        batch = jax_work.batch_of(work, number, world.rank)
+        if world.rank == 1:
+            batch = jax.tree.map(lambda x: jnp.concatenate([x] * found.rank_1_batches), batch)
+        return self._states[spec, number], batch
 
     def _step(self, name: str) -> Any:
         if name not in self._steps:
@@ -115,7 +145,11 @@ class Jobs:
 def main() -> int:
     args = arguments(__doc__)
     jobs = Jobs(smoke=args.smoke)
-    return serve(args, world.rank, {"run": jobs.run, "estimate": jobs.estimate})
+    return serve(
+        args,
+        world.rank,
+        {"run": jobs.run, "estimate": jobs.estimate, "contention": jobs.contention},
+    )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@ each other down on a given machine.
 
 Starts ranks like `jaxcross launch` and spends about a minute timing a step of a small network and
 an all-reduce, first each by itself and then both at once. The resulting slowdown factors are
-written to the file along with the rate of the link, for use by `jaxcross plan --contention FILE`.
+written to the file along with the rate of the link, for use by `--contention FILE` of `jaxcross
+plan` and `jaxcross estimate`.
 
 If the file already exists, the new measurement is added to it as another link rate. So use one file
 per machine and MPI, and don't run anything else during the measurement.
@@ -34,7 +35,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "contention",
         help=(
-            "measure how much computations and exchanges slow each other down, for `jaxcross plan`"
+            "measure how much computations and exchanges slow each other down, for `jaxcross plan` "
+            "and `jaxcross estimate`"
         ),
         description=__doc__,
     )

@@ -61,13 +61,22 @@ class Measurement:
         world: All ranks.
         window_s: Approximate duration of each part of a round, in seconds. We size the computation
             and the exchange to fit into it.
+        training: A step that exchanges nothing, and its state. Defaults to that of a small network,
+            whose size also depends on the window.
     """
 
-    def __init__(self, world: World, window_s: float) -> None:
+    def __init__(
+        self,
+        world: World,
+        window_s: float,
+        training: tuple[Callable[[Any], Any], Any] | None = None,
+    ) -> None:
         self._world = world
         self._window_s = window_s
-        self._compute_s = self._compute_of(_SIDES[0])
-        self._compute_s = self._compute_of(image_side(window_s, self._compute_s))
+        if training is None:
+            least_s = self._time_compute(_training_step(world.rank, _SIDES[0]))
+            training = _training_step(world.rank, image_side(window_s, least_s))
+        self._compute_s = self._time_compute(training)
         self._exchange_of(1)
         one_mb_s = self._slowest(_seconds(self._exchange, 2))
         self.megabytes = max(1, min(_MOST_MB, int(window_s / 4 / one_mb_s)))
@@ -93,9 +102,9 @@ class Measurement:
         slowest = [max(times) for times in zip(*gather(self._world.control, own), strict=True)]
         return MeasuredRound(**dict(zip(MeasuredRound.__dataclass_fields__, slowest, strict=True)))
 
-    def _compute_of(self, side: int) -> float:
-        """Sets up a computation of this size. Returns its seconds per step on the slowest rank."""
-        self._step, self._state = _training_step(self._world.rank, side)
+    def _time_compute(self, training: tuple[Callable[[Any], Any], Any]) -> float:
+        """Sets up a computation. Returns its seconds per step on the slowest rank."""
+        self._step, self._state = training
         return self._slowest(_seconds(lambda: self._compute(1), 4))
 
     def _compute(self, steps: int) -> float:

@@ -136,7 +136,8 @@ class Estimate:
             the uncut step; None if no cut was measured.
         fitting_jobs: Number of jobs that fit into memory; None if no limit is known.
         slow_rank: The rank that computes the longest, and what that costs if the asked number of
-            jobs run alongside each other. None if it isn't clearly slower than the median rank.
+            jobs run alongside each other. None if it isn't clearly slower than the median rank or
+            costs less than a twentieth of the time, or if the step takes less than 20 ms.
         basis: What the contention behind the expected speed-ups is based on at the link's rate,
             e.g. `interpolated from 100 and 200 Mbit/s`; see `MachineContention.basis`. "" if it
             isn't known, so there are no expected speed-ups.
@@ -236,13 +237,14 @@ def estimate_of(cost: StepCost, jobs: int = 2) -> Estimate:
 
 def _slow_rank(cost: StepCost, jobs: int, contention: Contention | None) -> SlowRank | None:
     found = slowest(cost.whole.rank_compute_s)
-    if found is None:
+    # The times of very short steps vary too much to tell a slow rank from noise.
+    if found is None or cost.compute_s + cost.exchange_s < TOO_SHORT_S:
         return None
     exchange_s = [cost.exchange_s] * jobs
     now_s = period_s([cost.compute_s] * jobs, exchange_s, contention)
     evened_s = period_s([cost.whole.evened().compute_s] * jobs, exchange_s, contention)
     rank, factor = found
-    return SlowRank(rank=rank, factor=factor, cost_share=max(0.0, 1 - evened_s / now_s))
+    return SlowRank.if_costly(rank, factor, 1 - evened_s / now_s)
 
 
 def period_s(

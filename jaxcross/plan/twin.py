@@ -133,10 +133,11 @@ class Prediction:
 
     @property
     def slow_rank(self) -> SlowRank | None:
-        """The rank that computes the longest, or None if it isn't clearly slower than the median.
+        """The rank that computes the longest, if it's clearly slower than the median rank.
 
         To find out what this rank costs, we predict the same steps again, without any rank that's
-        slower than the median rank. The cost is the share of `wall_s` that this saves.
+        slower than the median rank. The cost is the share of `wall_s` that this saves. None if the
+        rank isn't clearly slower, or costs less than a twentieth.
         """
         times_s = [
             [steps * own for own in profile.rank_compute_s]
@@ -149,7 +150,7 @@ class Prediction:
         rank, factor = found
         evened = [profile.evened() for profile in self.profiles]
         saved_s = self.wall_s - self.again(profiles=evened, contention=self.contention).wall_s
-        return SlowRank(rank=rank, factor=factor, cost_share=max(0.0, saved_s / self.wall_s))
+        return SlowRank.if_costly(rank, factor, saved_s / self.wall_s)
 
     @property
     def report(self) -> Report:

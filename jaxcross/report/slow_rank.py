@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
+from typing import Self
 
 from jaxcross.interleave import Span
 from jaxcross.report.intervals import Interval, merge_intervals
@@ -16,6 +17,8 @@ CLEARLY = 1.1
 """A rank is only called slow if it computes at least this many times as long as the median rank.
 Ranks that are equally fast differ by a few per cent when they're measured.
 """
+COSTLY = 0.05
+"""A rank is only called slow if it costs at least this share of the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,14 @@ class SlowRank:
                 "a slow rank must have a `rank` of at least 0, a finite `factor` that isn't "
                 f"negative, and a `cost_share` from 0 to 1, got {self}"
             )
+
+    @classmethod
+    def if_costly(cls, rank: int, factor: float, cost_share: float) -> Self | None:
+        """Returns None if the rank costs too little to be worth mentioning."""
+        cost_share = min(cost_share, 1.0)
+        if cost_share < COSTLY:
+            return None
+        return cls(rank=rank, factor=factor, cost_share=cost_share)
 
     def text(self, of_what: str) -> str:
         """Returns a sentence that names the rank and what it costs.

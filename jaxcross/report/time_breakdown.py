@@ -41,8 +41,6 @@ from jaxcross.report.steady_state import Stretch, at_work_together, sets_togethe
 from jaxcross.report.summary import BRIEF, LOST_TIME, JobSummary, JobTiming, TimeBreakdown
 from jaxcross.report.timeline import Timeline, in_lane_order, numbered_votes, shortest_exchanges
 
-_COSTS = 0.05
-"""We only name a slow rank if it costs at least this share of a round."""
 _MOSTLY = 2 / 3
 """If a rank computes no longer than the others, we only name it if they spend this share of their
 waiting time on this rank. If equally fast ranks vary randomly, two ranks wait equally long for each
@@ -283,8 +281,9 @@ def _slow_rank(
         slow = order[found[0]]
         middle = median_low(each.bottleneck[0] for each in terms.values())
         cost = _ratio(terms[slow].bottleneck[0] - middle, measured[slow].period)
-        if cost >= _COSTS:
-            return SlowRank(rank=slow, factor=found[1], cost_share=min(cost, 1.0))
+        named = SlowRank.if_costly(slow, found[1], cost)
+        if named is not None:
+            return named
     idle: dict[int, float] = defaultdict(float)  # nanoseconds per round, summed over waiting ranks
     for (rank, cause), when in waits.items():
         part = measured.get(rank)
@@ -297,10 +296,8 @@ def _slow_rank(
     if not idle or idle[slow] < _MOSTLY * sum(idle.values()):
         return None
     cost = _ratio(idle[slow] / (len(measured) - 1), measured[slow].period)
-    if cost < _COSTS:
-        return None
     factor = _ratio(terms[slow].compute, median_low(each.compute for each in terms.values()))
-    return SlowRank(rank=slow, factor=factor, cost_share=min(cost, 1.0))
+    return SlowRank.if_costly(slow, factor, cost)
 
 
 def _critical_path(timeline: Timeline, job: str) -> list[Interval]:

@@ -86,6 +86,8 @@ def says(start, *args, error="ValueError", **kwargs):
 
 says("`jobs` must be at least 1, got 0", step, state, X, jobs=0)
 says("`jobs` must be a whole number, got 1.5", step, state, X, jobs=1.5, error="TypeError")
+text = "`contention` must be a `MachineContention` or None, got 1.1"
+says(text, step, state, X, contention=1.1, error="TypeError")
 says("`steps` must be at least 1, got 0", step, state, X, steps=0)
 says("`mbps` must be above 0 and finite, got -1", step, state, X, mbps=-1)
 says("`memory` must be a number of bytes with a unit", step, state, X, memory="lots")

@@ -81,7 +81,13 @@ def test_a_script_ends_at_its_first_step(environ: dict[str, str], tmp_path: Path
     """The chosen step of the first job is measured, and none of the user's files is written."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
+    contention = tmp_path / "contention.json"
+    contention.write_text('[{"mbps": 300, "compute": 1.1, "exchange": 1.0}]')
     words = (
+        "--contention",
+        str(contention),
+        "--mbps",
+        "300",
         "--step",
         "train_step",
         "--jobs",
@@ -93,14 +99,17 @@ def test_a_script_ends_at_its_first_step(environ: dict[str, str], tmp_path: Path
     )
     done = estimated(*words, "a", "b", env=environ)
     assert done.returncode == 0, done.stderr
-    shown = done.stdout.splitlines()[-10:]
+    lines = done.stdout.splitlines()
+    shown = lines[[line.startswith("`train_step`") for line in lines].index(True) :]
     assert shown[0].startswith("`train_step` of job `a` on 2 ranks: 3 steps timed on copies")
     assert "Job `a`, the first of 2, is measured. The others are not run." in done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "script.py"]
+    names = ["contention.json", "out.json", "script.py"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["jobs"] == 3
     assert written["recommendation"] == shown[-1].strip()
     assert written["cost"]["wire_bytes"] == 64 * 64 * 4
+    assert written["cost"]["contention"] == [{"mbps": 300.0, "compute": 1.1, "exchange": 1.0}]
 
 
 @pytest.mark.integration

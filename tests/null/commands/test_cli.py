@@ -1,5 +1,7 @@
 """Tests the command line: its commands, its exit codes, and what it must not import."""
 
+import argparse
+import json
 import subprocess
 import sys
 from argparse import ArgumentTypeError
@@ -8,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from jaxcross import __version__, cli
-from jaxcross.commands import demo
-from jaxcross.commands.estimate import unconverted_note
+from jaxcross.commands import demo, estimate
+from jaxcross.commands.estimate import request_of, unconverted_note
+from jaxcross.commands.plan import read_contention
 from jaxcross.interleave.instrument import Span
 from jaxcross.report import Comparison, JobSummary, Report
 
@@ -51,6 +54,30 @@ def test_an_estimate_of_an_unconverted_script_says_so_at_its_start(tmp_path):
     assert (
         unconverted_note(["train"], []) == unconverted_note(None, [str(tmp_path / "none.py")]) == ""
     )
+
+
+def test_an_estimate_passes_the_measured_contention_to_its_ranks(tmp_path):
+    file = tmp_path / "c.json"
+    points = [{"mbps": 100.0, "compute": 1.1, "exchange": 1.05}]
+    file.write_text(json.dumps(points))
+    parser = argparse.ArgumentParser()
+    estimate.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["estimate", "--contention", str(file), "train.py"])
+    text = request_of(args, tmp_path / "out.json", read_contention(args.contention))
+    assert json.loads(text)["contention"] == points
+
+
+def test_a_contention_that_cannot_be_read_starts_nothing(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("crossover")
+    missing = tmp_path / "none.json"
+    assert cli.main(["estimate", "--contention", str(missing), str(script)]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"jaxcross estimate: the contention `{missing}` cannot be read: ")
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text("{}")
+    assert cli.main(["estimate", "--contention", str(wrong), str(script)]) == 2
+    assert "is not the contention of a machine" in capsys.readouterr().err
 
 
 def test_an_estimate_offers_no_restarts(capsys):

@@ -79,9 +79,7 @@ def test_a_slow_rank_that_hides_behind_the_link_costs_nothing() -> None:
     """Both jobs together exchange for 1 s per round, and even the slow rank computes for 0.4 s."""
     twin = predict([unlike(name, 0.1, 0.2, m=0.5) for name in "ab"], vote_s=0.0, steps=100)
     assert twin.rounds.period_s == pytest.approx(1.0)
-    assert twin.slow_rank is not None
-    assert (twin.slow_rank.factor, twin.slow_rank.cost_share) == (2.0, pytest.approx(0, abs=0.002))
-    assert twin.rounds.slow_rank is None
+    assert twin.slow_rank is None and twin.rounds.slow_rank is None
 
 
 def test_ranks_that_differ_by_noise_are_simulated_as_one() -> None:
@@ -189,6 +187,8 @@ def test_an_estimate_names_the_slow_rank() -> None:
         "time."
     )
     assert json.loads(json.dumps(made.as_dict()))["slow_rank"]["rank"] == 1
+    short = estimate_of(replace(cost, whole=unlike("step", 0.001, 0.002, m=0.001)))
+    assert short.slow_rank is None, "steps this short aren't measured well enough"
     like = estimate_of(replace(cost, whole=unlike("step", 0.2, 0.19)))
     assert like.slow_rank is None and len(str(like).splitlines()) == 10
 
