@@ -10,6 +10,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
 import carried_show
+import pages.plan
 import plan_show
 from plan_cases import CASES, ESTIMATED, KINDS, PARTS, kind_of
 
@@ -56,6 +57,68 @@ def test_solo_runs_are_pooled_under_a_name():
     assert (mean.name, mean.compute_s, mean.exchange_s) == ("job7", pytest.approx(0.3), 0.1)
 
 
+def test_ranks_are_pooled_before_the_slowest_is_chosen():
+    """Each rank is the slower one once, so on average they're equally fast."""
+    one = Profile.whole("x", compute_s=0.4, exchange_s=0.1, ranks=2)
+    runs = [
+        replace(one, rank_seconds=tuple((c, 0.1, 0.0) for c in of_ranks))
+        for of_ranks in ((0.4, 0.2), (0.2, 0.4))
+    ]
+    mean = plan_show.pooled(runs, "job0")
+    assert mean.rank_compute_s == pytest.approx((0.3, 0.3))
+    assert mean.compute_s == pytest.approx(0.3)
+
+
+def test_contention_is_the_median_of_rounds():
+    """It's at least 1: work doesn't get faster because other work runs alongside it."""
+    rounds = [
+        {
+            "compute_s": 1.0,
+            "compute_beside_s": c,
+            "exchange_s": 2.0,
+            "exchange_beside_s": 1.9,
+            "megabytes": 3,
+        }
+        for c in (1.3, 1.1, 1.2)
+    ]
+    row = plan_show.contention_row(25, rounds)
+    assert (row["rate"], row["compute"], row["exchange"]) == (25, 1.2, 1.0)
+    assert row["compute_ratios"] == [1.1, 1.2, 1.3] and row["exchange_ratios"] == [0.95] * 3
+
+
+def test_tables_of_slow_links_and_slow_ranks():
+    slow = {"rank": 1, "factor": 1.9, "cost_share": 0.4}
+    facts = {"ratio": 1.05, "spread": 0.01, "slow_rank": None, "reported_slow_rank": None}
+    rows = [
+        {**facts, "case": "two, batch 64", "rate": 25, "predicted_s": 2.1, "achieved_s": 2.0},
+        {**facts, "case": "two, like ranks", "rate": 1000, "predicted_s": 0.3, "achieved_s": 0.3},
+        {
+            **facts,
+            "case": "two, rank 1 slower",
+            "rate": 1000,
+            "predicted_s": 0.5,
+            "achieved_s": 0.5,
+            "slow_rank": slow,
+            "reported_slow_rank": {**slow, "cost_share": 0.41},
+        },
+    ]
+    estimated = {"predicted": 1.8, "achieved": 1.68, "ratio": 1.071}
+    kept = {
+        "rows": rows,
+        "estimates": [{**estimated, "case": "two, batch 64", "rate": 25}],
+        "contention": [{"rate": 25, "compute_ratios": [1.0, 1.1], "exchange_ratios": [1.0]}],
+    }
+    tables = {
+        name: [*pages.plan.TABLES[f"plan-{name}"](lambda _: kept, "")]
+        for name in ("contention", "slow", "unlike")
+    }
+    assert tables["contention"][1] == ("25", "1.05 (1.00 to 1.10)", "1.00")
+    assert tables["slow"][1] == ("25", "1.80", "1.60", "1.68", "1.0%", "1.071")
+    like, unlike = tables["unlike"][1:]
+    assert like[6:] == ("none", "", "", "")
+    assert unlike[6:] == ("1, 1.90 times as long", "40%", "40%", "41%")
+
+
 def test_rates_are_of_the_time_in_which_all_run():
     slow, fast = [1.0, 2.0, 3.0, 4.0], [0.5 * n for n in range(1, 21)]
     assert plan_show.rates({"slow": slow, "fast": fast}) == {"slow": 1.0, "fast": 2.0}
@@ -83,7 +146,7 @@ def test_new_rows_replace_those_of_the_same_case():
 
 def test_cases_name_kinds_that_exist():
     assert {kind for case in CASES.values() for kind in case.kinds} <= KINDS.keys()
-    assert {case.part for case in CASES.values()} | {"pair"} == set(PARTS)
+    assert {case.part for case in CASES.values()} | {"pair", "contention"} == set(PARTS)
     for name, kind in ESTIMATED.items():
         assert set(CASES[name].kinds) == {kind}
     assert all(kind_of(name, smoke=True).spec.model in ("resnet8", "transformer") for name in KINDS)

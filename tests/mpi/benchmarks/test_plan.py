@@ -27,6 +27,24 @@ def test_plan(smoke, tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_plan_on_slow_links_and_with_a_slow_rank(smoke):
+    """Predictions use the contention that was measured in the same run."""
+    parts = ("contention", "slow", "unlike")
+    result = smoke("plan.py", "--only", ",".join(parts), "--rates", "100,200,1000")
+    assert [row["rate"] for row in result["contention"]] == [100, 200, 1000]
+    assert all(row["compute"] >= 1 <= row["exchange"] for row in result["contention"])
+    cases = [row["case"] for row in result["rows"]]
+    assert cases == ["two, batch 16", "two, batch 8", "two, like ranks", "two, rank 1 slower"]
+    assert all(
+        len(profile["rank_seconds"]) == 2 for row in result["solo"] for profile in row["profiles"]
+    )
+    for row in result["estimates"]:
+        points = {point["mbps"]: point for point in row["cost"]["contention"]}
+        measured = {row["rate"]: row for row in result["contention"]}
+        assert all(points[rate]["compute"] == measured[rate]["compute"] for rate in measured)
+
+
+@pytest.mark.exhaustive
 def test_carried(smoke, tmp_path):
     picture = tmp_path / "carried.png"
     result = smoke("carried.py", "--only", "alone,work", "--rates", "100", "--png", str(picture))
