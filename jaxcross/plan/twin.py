@@ -311,7 +311,7 @@ def _progress(ends: Sequence[float], at_s: float) -> float:
 
 def _simulated_ranks(profiles: Sequence[Profile]) -> tuple[int, ...]:
     """Returns the ranks to simulate: only rank 0 if all of them are about equally fast."""
-    unlike = [profile.rank_compute_s for profile in profiles if is_unlike(profile)]
+    unlike = [profile.rank_compute_s for profile in profiles if _is_unlike(profile)]
     if not unlike:
         return (0,)
     total_s = [math.fsum(each) for each in zip(*unlike, strict=True)]
@@ -324,7 +324,7 @@ def _simulated_ranks(profiles: Sequence[Profile]) -> tuple[int, ...]:
     return tuple(sorted(order[round(n * last / (MOST_RANKS - 1))] for n in range(MOST_RANKS)))
 
 
-def is_unlike(profile: Profile) -> bool:
+def _is_unlike(profile: Profile) -> bool:
     """Whether some ranks compute this job's step clearly more slowly than others."""
     times_s = profile.rank_compute_s
     return bool(times_s) and max(times_s) > ALIKE * min(times_s)

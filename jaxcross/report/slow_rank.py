@@ -33,9 +33,10 @@ class SlowRank:
         cost_share: The share of the time that would be saved if no rank were slower than the median
             rank. In an estimate or a plan, that's a share of the predicted time. In a report, it's
             the difference between this rank's bound and the median rank's, as a share of the
-            measured round. If the rank in a report is late although it doesn't compute clearly
-            longer than the others, it's the share of a round during which the others did nothing
-            but wait for it, averaged over them.
+            measured round.
+        is_late: Whether the rank arrives late in a run for other reasons than its compute time.
+            `cost_share` is then the share of a round during which the others did nothing but wait
+            for it, averaged over them.
 
     Raises:
         ValueError: A number is out of range.
@@ -44,6 +45,7 @@ class SlowRank:
     rank: int
     factor: float
     cost_share: float
+    is_late: bool = False
 
     def __post_init__(self) -> None:
         if self.rank < 0 or not 0 <= self.factor < float("inf") or not 0 <= self.cost_share <= 1:
@@ -53,12 +55,14 @@ class SlowRank:
             )
 
     @classmethod
-    def if_costly(cls, rank: int, factor: float, cost_share: float) -> Self | None:
+    def if_costly(
+        cls, rank: int, factor: float, cost_share: float, *, is_late: bool = False
+    ) -> Self | None:
         """Returns None if the rank costs too little to be worth mentioning."""
         cost_share = min(cost_share, 1.0)
         if cost_share < COSTLY:
             return None
-        return cls(rank=rank, factor=factor, cost_share=cost_share)
+        return cls(rank=rank, factor=factor, cost_share=cost_share, is_late=is_late)
 
     def text(self, of_what: str) -> str:
         """Returns a sentence that names the rank and what it costs.
@@ -67,9 +71,9 @@ class SlowRank:
             of_what: What `cost_share` is a share of, e.g. `a round`.
         """
         cost = f"{share(self.cost_share)} of {of_what}"
-        if self.factor < CLEARLY:
+        if self.is_late:
             return (
-                f"Rank {self.rank} arrives last, but computes no longer than the others, which do "
+                f"Rank {self.rank} is late, though not because of its computation: the others do "
                 f"nothing but wait for it in {cost}."
             )
         return (

@@ -39,7 +39,13 @@ from jaxcross.report.intervals import Interval, intersect, measure, merge_interv
 from jaxcross.report.slow_rank import SlowRank, slowest, waits_by_cause
 from jaxcross.report.steady_state import Stretch, at_work_together, sets_together
 from jaxcross.report.summary import BRIEF, LOST_TIME, JobSummary, JobTiming, TimeBreakdown
-from jaxcross.report.timeline import Timeline, in_lane_order, numbered_votes, shortest_exchanges
+from jaxcross.report.timeline import (
+    ExchangeKey,
+    Timeline,
+    in_lane_order,
+    numbered_votes,
+    shortest_exchanges,
+)
 
 _MOSTLY = 2 / 3
 """If a rank computes no longer than the others, we only name it if they spend this share of their
@@ -258,12 +264,15 @@ def break_down(
         shared_share=_ratio(at_work_together(_at_work(of_rank[decisive])), wall),
         start_up_s=max(0, wall - measure(steady)) / 1e9,
         wall_s=wall / 1e9,
-        slow_rank=_slow_rank(ranks, waits_by_cause(spans, shortest)) if measured else None,
+        slow_rank=_slow_rank(ranks, measured, spans, shortest),
     )
 
 
 def _slow_rank(
-    ranks: Mapping[int, _MeasuredRank], waits: Mapping[tuple[int, int], list[Interval]]
+    ranks: Mapping[int, _MeasuredRank],
+    terms: Mapping[int, _Terms],
+    spans: Sequence[Span],
+    shortest: Mapping[ExchangeKey, int],
 ) -> SlowRank | None:
     """Returns the rank that holds up the others, if there is one.
 
@@ -273,31 +282,34 @@ def _slow_rank(
     data or other work on the host. We then only count the time in which the others do nothing but
     wait for it.
     """
-    measured = {rank: part for rank, part in ranks.items() if part.stretches}
-    terms = {rank: part.terms for rank, part in measured.items()}
+    if len(terms) < 2:
+        return None
     order = list(terms)
     found = slowest([terms[rank].compute for rank in order])
     if found is not None:
         slow = order[found[0]]
         middle = median_low(each.bottleneck[0] for each in terms.values())
-        cost = _ratio(terms[slow].bottleneck[0] - middle, measured[slow].period)
+        cost = _ratio(terms[slow].bottleneck[0] - middle, ranks[slow].period)
         named = SlowRank.if_costly(slow, found[1], cost)
         if named is not None:
             return named
+    working: dict[int, list[Interval]] = {}
+    for rank in order:
+        timeline = ranks[rank].timeline
+        working[rank] = merge_intervals(
+            itertools.chain(timeline.computing, *timeline.transfer.values())
+        )
     idle: dict[int, float] = defaultdict(float)  # nanoseconds per round, summed over waiting ranks
-    for (rank, cause), when in waits.items():
-        part = measured.get(rank)
-        if part is not None and cause in measured:
-            transferring = part.timeline.transfer.values()
-            working = merge_intervals(itertools.chain(part.timeline.computing, *transferring))
-            alone = subtract(when, working)
-            idle[cause] += sum(_inside(alone, s) / s.rounds for s in part.stretches)
+    for (rank, cause), when in waits_by_cause(spans, shortest).items():
+        if rank in terms and cause in terms:
+            alone = subtract(when, working[rank])
+            idle[cause] += sum(_inside(alone, s) / s.rounds for s in ranks[rank].stretches)
     slow = max(idle, key=lambda cause: idle[cause], default=0)
     if not idle or idle[slow] < _MOSTLY * sum(idle.values()):
         return None
-    cost = _ratio(idle[slow] / (len(measured) - 1), measured[slow].period)
+    cost = _ratio(idle[slow] / (len(terms) - 1), ranks[slow].period)
     factor = _ratio(terms[slow].compute, median_low(each.compute for each in terms.values()))
-    return SlowRank.if_costly(slow, factor, cost)
+    return SlowRank.if_costly(slow, factor, cost, is_late=True)
 
 
 def _critical_path(timeline: Timeline, job: str) -> list[Interval]:
