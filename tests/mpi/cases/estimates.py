@@ -238,7 +238,7 @@ def a_rank_that_computes_longer():
     assert slow is not None and slow.rank == 1 and slow.cost_share > 0.5, report
     assert "Rank 1 computes" in str(report), report
     profile = Profile.of(report, "slow")
-    assert len(profile.rank_seconds) == P and profile.on_rank(1) == profile.seconds
+    assert len(profile.rank_seconds) == P and profile.rank_compute_s[1] >= 0.25
 
 
 CASES = (
