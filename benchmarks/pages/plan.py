@@ -148,7 +148,7 @@ def unlike(read: Read, _: str) -> Iterator[tuple[str, ...]]:
             f"{row['spread']:.1%}",
             "none" if slow is None else f"{slow['rank']}, {slow['factor']:.2f} times as long",
             "" if slow is None else f"{slow['cost_share']:.0%}",
-            "" if slow is None else f"{measured:.0%}",
+            "" if row is like else f"{measured:.0%}",
             "" if reported is None else f"{reported['cost_share']:.0%}",
         )
 
