@@ -134,7 +134,7 @@ def profiled_cuts() -> dict[str, ProfiledCut]:
     found = {
         "one": replace(whole, seconds=(1.0, 0.0, 0.0), rank_seconds=()),
         "two": replace(cut, seconds=tuple(0.1 for _ in cut.seconds), rank_seconds=()),
-        "of other ranks": replace(whole, ranks=P + 1),
+        "of other ranks": replace(whole, ranks=P + 1, rank_seconds=()),
         "of another step": Profile.whole("a", compute_s=1.0, exchange_s=1.0, nbytes=10**6, ranks=P),
     }
     return {name: jaxcross.plan.cut(profile) for name, profile in found.items()}
