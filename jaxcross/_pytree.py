@@ -1,24 +1,32 @@
-"""Converts a job's state to named arrays on the host, and back.
+"""Converts a job's state to named arrays on the host, and back; tells static leaves from arrays.
 
 Checkpoints and comparisons of replicas both need each leaf of a state as plain bytes with a name.
 The difficulty is that a state contains more than JAX arrays (random keys, NumPy arrays and scalars,
 Python numbers), and that after a restart, each leaf must have the same kind and type as before, and
 be on the same device. So we store a description of each leaf (`Form`) alongside its array. Nothing
 in this module communicates or accesses files.
+
+A tree may also have static leaves, i.e. leaves that JAX can't trace. In an Equinox module, for
+example, activation functions are leaves next to the weights. Before a step is traced, `hold_static`
+wraps each of them in `Static`, a node without leaves. They're then part of the tree's structure, so
+wherever we compare structures, we compare them too. Checkpoints and comparisons of replicas leave
+static leaves out, and `rebuild` takes them from its target.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Hashable, Mapping
+import sys
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcross._jax_compat import weakly_typed
+from jaxcross._jax_compat import ArrayImpl, is_array_type, weakly_typed
 
 PyTree: TypeAlias = Any  # nested containers of arrays, for which JAX has no type
 # This is `jax.tree_util.PyTreeDef`, which comes from a compiled module without types.
@@ -31,6 +39,8 @@ _NUMBERS: dict[str, tuple[type, type]] = {
     "float": (float, np.float64),
     "complex": (complex, np.complex128),
 }
+_NUMBER = bool | int | float | complex
+_ARRAY_TYPES = frozenset({ArrayImpl, np.ndarray})
 KINDS = frozenset({"jax", "key", "numpy", "generic", *_NUMBERS})
 
 
@@ -72,6 +82,167 @@ class Leaf:
     form: Form
     array: np.ndarray
     digest: str
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, slots=True, eq=False)
+class Static:
+    """A static leaf as part of a tree's structure: a pytree node that has no leaves itself."""
+
+    value: object
+
+    def _key(self) -> tuple[type, object]:
+        # 1, True and 1.0 are equal but compile differently, as do 0.0 and -0.0. NaN isn't even
+        # equal to itself, so the step would be traced again on every call.
+        value = self.value
+        return type(value), repr(value) if isinstance(value, float | complex) else value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and (
+            self.value is other.value or self._key() == other._key()
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+def static_places(leaves: Sequence[object], tree: PyTree) -> tuple[int, ...]:
+    """Returns the positions of the static leaves among the leaves of `tree`.
+
+    A leaf is static if JAX can't trace it, e.g. a function or a string. A Python number is traced,
+    as in `jax.jit`, unless it's in an Equinox module. There, it's a setting such as the probability
+    or the `inference` flag of a dropout layer, which Python code in the module branches on, so it's
+    static, as in `eqx.filter_jit`.
+    """
+    # This runs on every call with a NumPy array, so check for the most frequent type first.
+    others = [(n, leaf) for n, leaf in enumerate(leaves) if type(leaf) is not ArrayImpl]
+    places = [n for n, leaf in others if not _is_traced(leaf)]
+    numbers = [n for n, leaf in others if isinstance(leaf, _NUMBER) and not _is_numpy(leaf)]
+    if numbers:
+        inside = _in_equinox_modules(tree)
+        places = sorted({*places, *inside.intersection(numbers)})
+    return tuple(places)
+
+
+def hold_static(tree: PyTree) -> PyTree:
+    """Returns `tree` with each static leaf wrapped in `Static`."""
+    leaves, structure = jax.tree.flatten(tree)
+    places = static_places(leaves, tree)
+    if not places:
+        return tree
+    for n in places:
+        leaves[n] = Static(leaves[n])
+    return jax.tree.unflatten(structure, leaves)
+
+
+def release_static(tree: PyTree) -> PyTree:
+    """Undoes `hold_static`."""
+    return jax.tree.map(lambda x: x.value if _is_static(x) else x, tree, is_leaf=_is_static)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticSplit:
+    """Which leaves of a tree are static.
+
+    Attributes:
+        whole: The structure of the tree, in which static leaves are leaves.
+        structure: The structure after `hold_static`, in which they aren't.
+        static: The static leaves, each with its position, in ascending order.
+    """
+
+    whole: TreeDef
+    structure: TreeDef
+    static: tuple[tuple[int, object], ...] = ()
+
+    def matches(self, leaves: Sequence[object], whole: TreeDef) -> bool:
+        """Whether another tree has this structure and, at the same positions, the same objects."""
+        return self.whole == whole and all(leaves[n] is x for n, x in self.static)
+
+    def arrays_of(self, leaves: list[Any]) -> list[Any]:
+        """Returns the leaves that aren't static, out of all leaves."""
+        if not self.static:
+            return leaves
+        rest = leaves.copy()
+        for n, _ in reversed(self.static):
+            del rest[n]
+        return rest
+
+
+def are_arrays(leaves: Sequence[object]) -> bool:
+    """Whether all leaves are arrays of JAX or NumPy."""
+    # Checking a leaf's exact type is much faster than `isinstance(leaf, jax.Array)`.
+    return all(type(x) in _ARRAY_TYPES or isinstance(x, jax.Array) for x in leaves)
+
+
+def why_not_static(leaf: Any) -> str | None:
+    """Returns why a leaf that isn't an array can't be static either. None if it can."""
+    kind = type(leaf)
+    try:
+        hash(leaf)
+        bool(leaf == leaf)  # noqa: PLR0124 - may raise
+    except Exception as error:
+        return f"it cannot be hashed and compared ({error})"
+    if kind.__eq__ is not object.__eq__ or kind.__hash__ is not object.__hash__:
+        owner = leaf.__self__ if isinstance(leaf, MethodType) else None
+    elif callable(leaf):
+        owner = leaf
+    else:
+        return "it has no `__eq__`, so a step could not tell that its attributes have changed"
+    arrays = (
+        name
+        for name, value in getattr(owner, "__dict__", {}).items()
+        if any(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(value))
+    )
+    name = next(arrays, None)
+    return None if name is None else f"its attribute `{name}` holds arrays, which JAX cannot see"
+
+
+def is_static_leaf(leaf: object) -> bool:
+    """Whether a leaf of a state is static, i.e. neither an array nor a number.
+
+    Numbers in Equinox modules don't count as static here, because checkpoints can store them.
+    """
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or _is_numpy(leaf):
+        return False
+    return type(leaf).__name__ not in _NUMBERS and why_not_static(leaf) is None
+
+
+def described_static(leaf: Any) -> str:
+    """Describes a static leaf by a text that is the same in every process."""
+    name = getattr(leaf, "__qualname__", None)
+    if isinstance(name, str):
+        return f"`{getattr(leaf, '__module__', '')}.{name}`"
+    text = repr(leaf)
+    # The default `repr` contains an address in memory.
+    return f"a `{type(leaf).__name__}`" if " at 0x" in text else text
+
+
+def _is_traced(leaf: object) -> bool:
+    """Whether JAX can trace a leaf. Includes NumPy's types that JAX lacks, which raise an error."""
+    return isinstance(leaf, jax.ShapeDtypeStruct) or _is_numpy(leaf) or is_array_type(leaf)
+
+
+def _is_numpy(leaf: object) -> bool:
+    return isinstance(leaf, np.ndarray | np.generic)
+
+
+def _is_static(node: object) -> bool:
+    return isinstance(node, Static)
+
+
+def _in_equinox_modules(tree: PyTree) -> set[int]:
+    """Returns the positions of the leaves that are somewhere inside an Equinox module."""
+    module = getattr(sys.modules.get("equinox"), "Module", None)
+    if module is None:  # Equinox hasn't been imported, so there can't be any modules
+        return set()
+    found: set[int] = set()
+    start = 0
+    for part in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, module)):
+        count = jax.tree.structure(part).num_leaves
+        if isinstance(part, module):
+            found.update(range(start, start + count))
+        start += count
+    return found
 
 
 def forms_of(state: Any) -> dict[str, Form]:
@@ -171,13 +342,21 @@ def narrowed(found: Mapping[str, Form]) -> str | None:
 
 
 def rebuild(target: Any, forms: Mapping[str, Form], arrays: Mapping[str, np.ndarray]) -> Any:
-    """Builds a state with the structure of `target`, whose arrays are on the same devices."""
-    leaves = [_leaf(forms[path], arrays[path], like) for path, like in _paths(target)]
-    return jax.tree.unflatten(jax.tree.structure(target), leaves)
+    """Builds a state with the structure and static leaves of `target`.
+
+    Its arrays are on the same devices.
+    """
+    _paths(target)  # checks that they're unique
+
+    def leaf(path: Any, like: Any) -> Any:
+        name = jax.tree_util.keystr(path)
+        return like if is_static_leaf(like) else _leaf(forms[name], arrays[name], like)
+
+    return jax.tree_util.tree_map_with_path(leaf, target)
 
 
 def leaves_with_paths(state: PyTree) -> list[tuple[str, Any]]:
-    """Returns the path and the value of each leaf."""
+    """Returns the path and the value of each leaf, including static leaves."""
     return [
         (jax.tree_util.keystr(path), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
@@ -185,7 +364,7 @@ def leaves_with_paths(state: PyTree) -> list[tuple[str, Any]]:
 
 
 def _paths(state: Any) -> list[tuple[str, Any]]:
-    pairs = leaves_with_paths(state)
+    pairs = [(path, leaf) for path, leaf in leaves_with_paths(state) if not is_static_leaf(leaf)]
     names = [path for path, _ in pairs]
     if len(set(names)) < len(names):
         twice = next(path for n, path in enumerate(names) if path in names[:n])
@@ -215,7 +394,7 @@ def _form(path: str, leaf: Any) -> Form:
         return Form(kind=name, dtype=np.dtype(_NUMBERS[name][1]).name, shape=())
     raise TypeError(
         f"`{path or 'state'}` of the state is of type `{name}`, but a checkpoint can only hold "
-        "arrays and numbers. Leave texts and other objects out of the state."
+        "arrays, numbers, and static leaves such as functions. Leave it out of the state."
     )
 
 

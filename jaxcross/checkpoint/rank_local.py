@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath, keystr
 
+from jaxcross._pytree import is_static_leaf
 from jaxcross.errors import quoted
 
 
@@ -116,9 +117,14 @@ def common_leaves(state: Any) -> list[str]:
       floating-point leaf outside the strategy's own state is taken for a parameter;
     - gradients that are accumulated over several steps by `accumulate` or `optax.MultiSteps`;
     - statistics of normalisation layers (Flax's `batch_stats` and `nnx.BatchStat`), which steps
-      don't have to average over ranks.
+      don't have to average over ranks;
+    - static leaves, which have no values that could change.
     """
-    found = jax.tree_util.tree_leaves_with_path(state)
+    found = [
+        (path, leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        if not is_static_leaf(leaf)
+    ]
     strategies = _strategies(state, [path for path, _ in found])
     models = any(kind.model for kinds in strategies.values() for kind in kinds)
     statistics = _nnx_statistics(state)

@@ -124,6 +124,8 @@ class Compiled:
         constants: The arrays that the step closed over, placed where compute segments read them.
         on_host: Copies of the constants that collective segments read, by value.
         out_tree: The tree of the step's results.
+        static_results: The results that no segment computes because they're static, each with its
+            position among the leaves of `out_tree`, in ascending order.
     """
 
     program: Program
@@ -137,6 +139,7 @@ class Compiled:
     constants: tuple[Any, ...]
     on_host: Mapping[int, Any]
     out_tree: Any
+    static_results: Sequence[tuple[int, Any]] = ()
 
     def __repr__(self) -> str:
         return f"<Compiled step `{self.program.name}` of {len(self.runnables)} executables>"
@@ -419,6 +422,8 @@ class Execution:
         for place, moved in compiled.passthroughs:
             if not (moved and isinstance(results[place], jax.Array)):
                 results[place] = jnp.array(results[place])
+        for place, value in compiled.static_results:
+            results.insert(place, value)
         return compiled.out_tree.unflatten(results)
 
 

@@ -80,7 +80,8 @@ def compile(  # noqa: A001 (the name of this stage in JAX)
         live_bytes=functools.cache(functools.partial(live_bytes, program, runnables, passthroughs)),
         constants=program.traced.own_consts(),
         on_host=_constants_on_host(program, host),
-        out_tree=program.traced.out_tree,
+        out_tree=program.traced.whole_out_tree,
+        static_results=program.traced.static_results,
     )
 
 

@@ -188,11 +188,10 @@ def remedy_for(leaf: object, tree: PyTree) -> str:
     holder = _holder_of(leaf, tree)
     if holder is not None and (callable(leaf) or type(leaf).__module__ == "builtins"):
         return (
-            f"`{type(holder).__name__}` is a pytree that has it among its leaves. Make that field "
-            "static (`flax.struct.field(pytree_node=False)`, `eqx.field(static=True)`), or pass "
-            "the arrays alone and close over the rest: with Equinox, `params, static = "
-            "eqx.partition(model, eqx.is_array)` outside the step, and `model = "
-            "eqx.combine(params, static)` in it."
+            f"`{type(holder).__name__}` is a pytree that has it among its leaves. Replace it by "
+            "something that can be hashed and compared, such as a function, a string, a tuple or a "
+            "frozen dataclass. If it holds arrays, make its class a pytree (`equinox.Module`, "
+            "`flax.struct.dataclass`)."
         )
     if dataclasses.is_dataclass(leaf):
         return (

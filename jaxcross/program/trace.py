@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import is_cast_outside_of_shard_map
+from jaxcross._pytree import hold_static, release_static, static_places, why_not_static
 from jaxcross._tracing import tracing
 from jaxcross.errors import CutError, clause
 from jaxcross.program.conditional import Predicate
@@ -48,7 +49,8 @@ class Traced:
         axes: Axis name -> size, row-major over ranks.
         jaxpr: Flat, and closed over constants; exchanges are top-level equations.
         consts: Arrays that the step closes over, one for each of the jaxpr's leading inputs.
-        in_tree, out_tree: How the arguments `(args, kwargs)` and the results are flattened.
+        in_tree, out_tree: How the arguments `(args, kwargs)` and the results are flattened. Static
+            leaves are part of these structures; see `jaxcross._pytree.Static`.
         in_avals: Abstract values of the flat arguments.
         donated: Positions of the flat arguments that the user donates.
         wire: Recognises and performs exchanges.
@@ -65,6 +67,9 @@ class Traced:
         choices: Branches that the host has chosen so far, in order.
         unflattened: The jaxpr before flattening, which `decide` derives the variants from.
         paths: Tree paths of the flat arguments and of the flat results, for messages.
+        whole_out_tree: The structure of the results in which static leaves are leaves.
+        static_results: The positions of these leaves in `whole_out_tree`, in ascending order, and
+            the leaves.
         memo: Results of passes that run only once per step, such as `exchange_labels.labelled`.
     """
 
@@ -85,6 +90,8 @@ class Traced:
     choices: tuple[int, ...] = ()
     unflattened: Any = field(default=None, repr=False)
     paths: tuple[Sequence[str], Sequence[str]] = field(default=((), ()), repr=False)
+    whole_out_tree: Any = field(default=None, repr=False)
+    static_results: Sequence[tuple[int, Any]] = field(default=(), repr=False)
     _own: dict[int, tuple[Any, Any]] = field(
         default_factory=dict, repr=False, compare=False
     )  # shared by all variants
@@ -149,9 +156,9 @@ def trace(
             body of a `shard_map` without the `shard_map` (`pcast`), an array is laid out along an
             axis over ranks, or an exchange is in a place where we can't cut.
     """
-    kwargs = dict(kwargs or {})
-    leaves, in_tree = jax.tree.flatten((tuple(args), kwargs))
-    check_arrays(step, args, kwargs)
+    check_arrays(step, args, kwargs or {})
+    args, kwargs = hold_static((tuple(args), dict(kwargs or {})))
+    leaves, in_tree = jax.tree.flatten((args, kwargs))
     names = sorted(kwargs)  # in the order JAX flattens them
     counts = [len(jax.tree.leaves(a)) for a in (*args, *(kwargs[name] for name in names))]
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
@@ -163,14 +170,17 @@ def trace(
     box = []
 
     def flat_step(*flat: Any) -> list[Any]:
-        a, k = jax.tree.unflatten(in_tree, flat)
+        a, k = release_static(jax.tree.unflatten(in_tree, flat))
         results = step(*a, **k)
-        out, tree = jax.tree.flatten(results)
+        _check_results(step_name(step), results)
+        held = hold_static(results)
+        out, tree = jax.tree.flatten(held)
         paths = [
-            f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(results)
+            f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(held)
         ]
-        _check_results(step_name(step), paths, results)
-        box.append((tree, paths))
+        every, whole_tree = jax.tree.flatten(results)
+        static = tuple((n, every[n]) for n in static_places(every, results))
+        box.append((tree, paths, whole_tree, static))
         return out
 
     def named_step(*a: Any, **k: Any) -> list[Any]:
@@ -186,8 +196,8 @@ def trace(
         explain_failed_trace(step, error, step_name(step))
         raise
     whole = convert_wire_types(whole, axes, wire)
-    out_tree, results = box[-1]
-    given = [argument_path(path) for path, _ in jax.tree.leaves_with_path((tuple(args), kwargs))]
+    out_tree, results, whole_out_tree, static_results = box[-1]
+    given = [argument_path(path) for path, _ in jax.tree.leaves_with_path((args, kwargs))]
     blank = Traced(
         name=step_name(step),
         axes=dict(axes),
@@ -195,6 +205,8 @@ def trace(
         consts=(),
         in_tree=in_tree,
         out_tree=out_tree,
+        whole_out_tree=whole_out_tree,
+        static_results=static_results,
         in_avals=avals,
         donated=donated,
         wire=wire,
@@ -259,14 +271,18 @@ def _trace_whole(
 
 
 def check_arrays(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Checks that all leaves are arrays or types of arrays.
+    """Checks that all leaves are arrays, types of arrays, or static leaves.
 
     Raises:
         CutError: Some leaf isn't; the message contains its path.
     """
     for path, leaf in jax.tree.leaves_with_path((tuple(args), dict(kwargs))):
-        if not (isinstance(leaf, jax.ShapeDtypeStruct) or compat.is_array_type(leaf)):
-            what = f"a `{type(leaf).__name__}`, which is not an array"
+        reason = _why_unusable(leaf)
+        if reason is not None:
+            what = (
+                f"a `{type(leaf).__name__}`, which is not an array. It cannot be static either, "
+                f"because {reason}"
+            )
             if isinstance(leaf, np.ndarray | np.generic):
                 what = f"a NumPy array of type `{leaf.dtype}`, which JAX does not have"
             remedy = remedy_for(leaf, (args, kwargs))
@@ -275,15 +291,23 @@ def check_arrays(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
             )
 
 
-def _check_results(name: str, paths: Sequence[str], results: Any) -> None:
-    for path, leaf in zip(paths, jax.tree.leaves(results), strict=True):
-        if not compat.is_array_type(leaf):
+def _check_results(name: str, results: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(results):
+        reason = _why_unusable(leaf)
+        if reason is not None:
             raise CutError(
-                f"`{path}` of `{name}` is a `{type(leaf).__name__}`, but a step returns arrays, "
-                "and pytrees of them. Leave it out, and return it from the code that calls the "
-                "step. Otherwise: "
-                f"{remedy_for(leaf, results)}"
+                f"`result{jax.tree_util.keystr(path)}` of `{name}` is a `{type(leaf).__name__}`, "
+                "but a step returns arrays, static leaves, and pytrees of them. It cannot be "
+                f"static, because {reason}. Leave it out, and return it from the code that calls "
+                f"the step. Otherwise: {remedy_for(leaf, results)}"
             )
+
+
+def _why_unusable(leaf: object) -> str | None:
+    """Returns why a leaf can neither be traced nor held static. None if it can."""
+    if isinstance(leaf, jax.ShapeDtypeStruct) or compat.is_array_type(leaf):
+        return None
+    return "JAX lacks its type" if isinstance(leaf, np.ndarray | np.generic) else why_not_static(leaf)
 
 
 def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:

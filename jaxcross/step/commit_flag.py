@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcross._arguments import in_words
-from jaxcross._pytree import PyTree
+from jaxcross._pytree import PyTree, hold_static, release_static
 from jaxcross.errors import CutError
 from jaxcross.jobs import form_of
 
@@ -58,11 +58,12 @@ def with_commit_flag(
         # We need the old values of the arguments in case the step is skipped. But a step may update
         # a dict it was given in place and return it. So copy the dicts and other containers first
         # (but not the arrays in them), and take the old values from the copies.
+        # Static leaves have no old value to keep, so they're made part of the structure.
         own = {
-            place: jax.tree.map(lambda leaf: leaf, argument)
+            place: jax.tree.map(lambda leaf: leaf, hold_static(argument))
             for place, argument in (*enumerate(given), *kwargs.items())
         }
-        results = _Results(function(*given, **kwargs), name)
+        results = _Results(hold_static(function(*given, **kwargs)), name)
         states = {place: own[place] for place in state if place in own}
         lacking = results.keep(states, commits)
         if donated and not results.kept:
@@ -83,7 +84,7 @@ def with_commit_flag(
             results.check_others(
                 {called[place]: old for place, old in own.items() if place not in states}
             )
-        return results.tree()
+        return release_static(results.tree())
 
     static = getattr(function, "static", ())
     flagged.__name__ = name

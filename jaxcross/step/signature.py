@@ -13,7 +13,7 @@ import jax
 
 from jaxcross._arguments import Selection, in_words
 from jaxcross._jax_compat import ArrayImpl, ShapedArray, Tracer, aval_of
-from jaxcross._pytree import PyTree, TreeDef
+from jaxcross._pytree import PyTree, Static, TreeDef, hold_static
 
 R = TypeVar("R")
 ArgType = ShapedArray | tuple[ShapedArray, jax.sharding.Sharding | None]
@@ -147,7 +147,7 @@ def check_leaves(name: str, leaves: Sequence[object], args: PyTree, kwargs: PyTr
             if not isinstance(leaf, jax.Array):  # otherwise it's a random key
                 continue
         if leaf.is_deleted():
-            path = jax.tree_util.keystr(jax.tree.leaves_with_path((args, kwargs))[n][0][1:])
+            path = jax.tree_util.keystr(_paths(args, kwargs)[n][1:])
             raise ValueError(
                 f"argument {path} of `{name}` was donated to an earlier step and is gone. Use the"
                 " state that the step returned, or do not donate it."
@@ -161,11 +161,18 @@ def describe_change(
 
     Returns None if nothing has changed.
     """
-    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path((args, kwargs))]
-    for path, before, after in zip(paths, old, new, strict=False):
+    for path, before, after in zip(_paths(args, kwargs), old, new, strict=False):
         if before != after:
-            return f"argument {path} was {_short(before)}, is {_short(after)}{_cure(before, after)}"
+            return (
+                f"argument {jax.tree_util.keystr(path)} was {_short(before)}, is {_short(after)}"
+                f"{_cure(before, after)}"
+            )
     return None
+
+
+def _paths(args: PyTree, kwargs: PyTree) -> list[jax.tree_util.KeyPath]:
+    """Returns the paths of the leaves of `(args, kwargs)` that aren't static."""
+    return [path for path, _ in jax.tree.leaves_with_path(hold_static((args, kwargs)))]
 
 
 def describe_structures(old: TreeDef, new: TreeDef) -> str:
@@ -181,6 +188,14 @@ def describe_structures(old: TreeDef, new: TreeDef) -> str:
         if path[0] == 0
         else f"kwargs[{old.children()[1].node_data()[1][path[1]]!r}]"
     )
+    if before is not None and after is not None and before[0] is after[0] is Static:
+        old_leaf, new_leaf = before[1].value, after[1].value
+        cure = ""
+        if type(old_leaf).__eq__ is object.__eq__:
+            cure = ". Functions are compared by identity, so pass the same one each time"
+        elif isinstance(new_leaf, int | float | complex):
+            cure = ". Make a number that varies an array"
+        return f"a static leaf of `{which}` was {old_leaf!r:.60}, is {new_leaf!r:.60}{cure}"
     if (
         before is None
         or after is None

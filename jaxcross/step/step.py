@@ -15,14 +15,21 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, update_wrapper
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Self, TypeVar, cast, overload
 
 import jax
 import jax.numpy as jnp
 
 from jaxcross._arguments import Selection, both_donated_and_static, check_disjoint, select
 from jaxcross._jax_compat import jit_disabled, trace_context, x64_is_local
-from jaxcross._pytree import PyTree
+from jaxcross._pytree import (
+    PyTree,
+    StaticSplit,
+    TreeDef,
+    are_arrays,
+    hold_static,
+    static_places,
+)
 from jaxcross.errors import CutError, ExchangeError
 from jaxcross.jobs import current_engine
 from jaxcross.program import (
@@ -210,10 +217,18 @@ def crossover(
     )
 
 
-# (structure of the arguments, static values, JAX's configuration, id of the world, whether there's
-# a commit flag)
+# (structure of the arguments with their static leaves, static values, JAX's configuration, id of the
+# world, whether there's a commit flag)
 _CacheKey = tuple[jax.tree_util.PyTreeDef, Sequence[StaticValue], object, int, bool]
-_Call = tuple[_CacheKey, list[ArgType], Variant]
+
+
+class _Call(NamedTuple):
+    """The latest call of a step; the next one usually has the same key and types."""
+
+    key: _CacheKey
+    arg_types: list[ArgType]
+    variant: Variant
+    split: StaticSplit
 
 
 class Step(Generic[P, R]):
@@ -260,11 +275,20 @@ class Step(Generic[P, R]):
         if skips:
             function = self._with_commit_flag(function, len(args), kwargs)
             arrays = (*arrays, commit_flag())
-        leaves, tree = jax.tree.flatten((arrays, named))
-        cache_key = (tree, getattr(function, "static", ()), trace_context(), id(world), skips)
+        every, tree = jax.tree.flatten((arrays, named))
+        settings = (getattr(function, "static", ()), trace_context(), id(world), skips)
         last = self._last
-        if last is not None and last[0] == cache_key and are_ready(leaves, last[1]):
-            variant = last[2].choose(leaves)
+        # Static leaves are usually the same objects as last time, so we only compare identities
+        # here. If they aren't, we compare values below, since they are part of the cache key.
+        known = last is not None and last.split.matches(every, tree)
+        leaves = last.split.arrays_of(every) if last is not None and known else every
+        if (
+            last is not None
+            and known
+            and last.key[1:] == settings
+            and are_ready(leaves, last.arg_types)
+        ):
+            variant = last.variant.choose(leaves)
         else:
             if jit_disabled():
                 raise CutError(
@@ -277,7 +301,7 @@ class Step(Generic[P, R]):
             # Flax NNX objects need separate treatment. Searching the arguments for them takes
             # longer than flattening, so we only do it if the arguments have a new structure. A
             # structure that has made it past this point before can't contain any.
-            if (last is None or last[0][0] != tree) and nnx.holds_objects(args, kwargs):
+            if not known and nnx.holds_objects(args, kwargs):
                 if skips:
                     raise CutError(
                         f"`{self.__name__}` changes NNX objects in place, and a job with "
@@ -286,9 +310,16 @@ class Step(Generic[P, R]):
                         "See docs/howto/nonfinite.md#what-skip-needs."
                     )
                 return nnx.call(self, args, kwargs)
+            if last is not None and known and are_arrays(leaves):
+                split = last.split
+            else:
+                split = self._split(arrays, named, every, tree)
+                leaves = split.arrays_of(every)
             check_leaves(self.__name__, leaves, arrays, named)
             with nullcontext() if job is None else job.preparing():
-                variant = self._variant(world, function, arrays, named, leaves, cache_key)
+                variant = self._variant(
+                    world, function, arrays, named, leaves, (split.structure, *settings), split
+                )
         if world.estimate_request:
             # The `jaxcross estimate` command runs the user's script and measures a step called
             # there. The measurement lives in `gains`, an outer layer that imports this folder, so
@@ -390,7 +421,7 @@ class Step(Generic[P, R]):
         None before the first call, and for steps in which the host decides which branch of a `cond`
         to run, because these have a separate program for each branch.
         """
-        return None if self._last is None else self._last[2].program
+        return None if self._last is None else self._last.variant.program
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Returns the step traced for these arguments. Does not compile, wait or communicate."""
@@ -408,7 +439,24 @@ class Step(Generic[P, R]):
             cast("Callable[..., R]", self.step), self.__name__, self.static, args, kwargs
         )
         traced = self._trace(world, function, arrays, named)
-        return traced, jax.tree.leaves((arrays, named))
+        return traced, jax.tree.leaves(hold_static((arrays, named)))
+
+    def _split(
+        self, arrays: PyTree, named: PyTree, leaves: Sequence[Any], tree: TreeDef
+    ) -> StaticSplit:
+        """Returns which of the leaves of `(arrays, named)` are static.
+
+        Raises CutError if a leaf is neither an array nor can be static.
+        """
+        places = static_places(leaves, (arrays, named))
+        if not places:
+            return StaticSplit(tree, tree)
+        check_arrays(self.step, arrays, named)
+        return StaticSplit(
+            tree,
+            jax.tree.structure(hold_static((arrays, named))),
+            tuple((n, leaves[n]) for n in places),
+        )
 
     def _agree(self, variant: Variant, host: Standalone) -> bool:
         """Makes sure that all ranks agree on the exchanges.
@@ -495,6 +543,7 @@ class Step(Generic[P, R]):
         kwargs: Mapping[str, Any],
         leaves: list[Any],
         cache_key: _CacheKey,
+        split: StaticSplit,
     ) -> Variant:
         """Returns the variant for these arguments, tracing the step if they're new.
 
@@ -511,8 +560,9 @@ class Step(Generic[P, R]):
         if x64_is_local():
             leaves[:] = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
         last = self._last
-        if last is not None and last[0] == cache_key and last[1] == arg_types:
-            return last[2].choose(leaves)
+        if last is not None and last.key == cache_key and last.arg_types == arg_types:
+            self._last = last._replace(split=split)
+            return last.variant.choose(leaves)
         check_hashable(self.__name__, cache_key[1])
         key = (*cache_key, tuple(arg_types))
 
@@ -528,7 +578,7 @@ class Step(Generic[P, R]):
             )
 
         variant = self._roots.get(key, make)
-        self._last = (cache_key, arg_types, variant)
+        self._last = _Call(cache_key, arg_types, variant, split)
         return variant.choose(leaves)
 
     def _notice_change(
@@ -543,7 +593,7 @@ class Step(Generic[P, R]):
         if self._noticed or self.may_change:
             return
         self._noticed = True
-        old_key, old_types, _ = last
+        old_key = last.key
         if old_key[0] != cache_key[0]:
             # Often it's only a static part of an argument that has changed, and the step still
             # computes the same thing. It's retraced in that case but not recompiled, because
@@ -559,7 +609,7 @@ class Step(Generic[P, R]):
                 if old_key[1] != cache_key[1]
                 else "JAX's configuration changed"
             )
-            change = describe_change(old_types, arg_types, args, kwargs) or change
+            change = describe_change(last.arg_types, arg_types, args, kwargs) or change
             text = "`%s` is compiled again: %s. This notice comes once."
         _log.warning(text, self.__name__, change)
 

@@ -9,7 +9,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcross._pytree import forms_of, leaves_with_paths, numeric, on_host, rebuild
+from jaxcross._pytree import (
+    described_static,
+    forms_of,
+    is_static_leaf,
+    leaves_with_paths,
+    numeric,
+    on_host,
+    rebuild,
+)
 from jaxcross.errors import ExchangeError
 
 _CHUNK_BYTES = 2**30
@@ -24,8 +32,8 @@ def check_equal(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
         ExchangeError: The state differs between ranks; raised on every rank, naming the first leaf
             that differs and two ranks. Also raised if another rank can't read its own state, in
             which case that rank raises the original error.
-        TypeError: A leaf is neither an array nor a number. Raised on every rank, naming the first
-            such leaf.
+        TypeError: A leaf is neither an array nor a number, and can't be static. Raised on every
+            rank, naming the first such leaf.
     """
     hint = (
         "Build the state from the same seed on every rank. If a leaf is supposed to differ, such "
@@ -48,8 +56,8 @@ def broadcast(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
         ExchangeError: The trees, shapes or element types differ between ranks; raised on every
             rank. Also raised if another rank can't read its own state, in which case that rank
             raises the original error.
-        TypeError: A leaf is neither an array nor a number. Raised on every rank, naming the first
-            such leaf.
+        TypeError: A leaf is neither an array nor a number, and can't be static. Raised on every
+            rank, naming the first such leaf.
     """
     _compare(
         _gathered(_form, state, comm, rank_local),
@@ -60,7 +68,7 @@ def broadcast(state: Any, comm: Any, rank_local: Collection[str] = ()) -> Any:
     failures: list[Exception] = []
 
     def received(path: Any, leaf: Any) -> Any:
-        if jax.tree_util.keystr(path) in rank_local:
+        if jax.tree_util.keystr(path) in rank_local or is_static_leaf(leaf):
             return leaf
         values = _broadcast_leaf(leaf, comm)
         try:
@@ -87,6 +95,8 @@ def _gathered(
     """
 
     def described(path: str, leaf: Any) -> str:
+        if is_static_leaf(leaf):
+            return described_static(leaf)
         return "rank-local" if path in rank_local and _is_numeric(leaf) else what(leaf)
 
     mine: list[tuple[str, str]] = []
@@ -139,11 +149,11 @@ def _check_arrays(state: Any) -> None:
     of them raise or none does.
     """
     for path, leaf in leaves_with_paths(state):
-        if not _is_numeric(leaf):
+        if not is_static_leaf(leaf) and not _is_numeric(leaf):
             raise TypeError(
                 f"`{path or 'state'}` of the state is of type `{type(leaf).__name__}`: its leaves "
-                "must be arrays or numbers, which can be compared between ranks. Leave texts and "
-                "other objects out of the state."
+                "must be arrays, numbers, or static leaves such as functions and texts, which can "
+                "be compared between ranks. Leave other objects out of the state."
             )
 
 
