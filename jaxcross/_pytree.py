@@ -179,7 +179,7 @@ def why_not_static(leaf: Any) -> str | None:
     kind = type(leaf)
     try:
         hash(leaf)
-        bool(leaf == leaf)  # noqa: PLR0124 - may raise
+        bool(leaf == leaf)
     except Exception as error:
         return f"it cannot be hashed and compared ({error})"
     if kind.__eq__ is not object.__eq__ or kind.__hash__ is not object.__hash__:
@@ -246,19 +246,21 @@ def _in_equinox_modules(tree: PyTree) -> set[int]:
 
 
 def forms_of(state: Any) -> dict[str, Form]:
-    """Returns the form of each leaf, by path. Doesn't wait for the values.
+    """Returns the form of each leaf that isn't static, by path. Doesn't wait for the values.
 
     Raises:
-        TypeError: A leaf is neither an array nor a number.
+        TypeError: A leaf is neither an array nor a number, and can't be static.
     """
     return {path: _form(path, leaf) for path, leaf in _paths(state)}
 
 
 def snapshot(state: Any) -> dict[str, Leaf]:
-    """Copies all leaves to the host, and returns them by path. Waits until they're computed.
+    """Copies all leaves but the static ones to the host, and returns them by path.
+
+    Waits until they're computed.
 
     Raises:
-        TypeError: A leaf is neither an array nor a number.
+        TypeError: A leaf is neither an array nor a number, and can't be static.
     """
     pairs = [(path, leaf, _form(path, leaf)) for path, leaf in _paths(state)]
     for _, leaf, form in pairs:
@@ -280,7 +282,7 @@ def digests(state: Any, paths: Collection[str]) -> dict[str, str]:
     On CPUs, the leaves are read in place, without a copy.
 
     Raises:
-        TypeError: A leaf is neither an array nor a number.
+        TypeError: A leaf is neither an array nor a number, and can't be static.
     """
     return {
         path: digest(_form(path, leaf), on_host(leaf))

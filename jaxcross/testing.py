@@ -26,7 +26,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jaxcross import _jax_compat as compat
 from jaxcross._jax_compat import INLINED
-from jaxcross._pytree import is_key
+from jaxcross._pytree import hold_static, is_key, release_static
 from jaxcross._tracing import tracing
 from jaxcross.errors import ExchangeError
 from jaxcross.program import Exchange, Program, Segment, Traceable, Traced
@@ -138,7 +138,11 @@ def over_ranks(
         A function that takes `args_per_rank` and returns the step's result on each rank.
     """
     sizes = tuple(axes.values())
-    compiled = jax.jit(vmapped(step, axes))
+
+    def held_step(*args: Any) -> Any:
+        return hold_static(step(*release_static(args)))
+
+    compiled = jax.jit(vmapped(held_step, axes))
 
     def grid(*parts: Any) -> Any:
         if is_key(parts[0]):
@@ -151,9 +155,12 @@ def over_ranks(
         return x[place] if is_key(x) else np.asarray(x)[place]
 
     def call(args_per_rank: Sequence[Sequence[Any]]) -> list[Any]:
-        out = compiled(*jax.tree.map(grid, *args_per_rank))
+        out = compiled(*jax.tree.map(grid, *map(hold_static, args_per_rank)))
         places = [np.unravel_index(r, sizes) for r in range(math.prod(sizes))]
-        return [jax.tree.map(functools.partial(one, place=place), out) for place in places]
+        return [
+            release_static(jax.tree.map(functools.partial(one, place=place), out))
+            for place in places
+        ]
 
     return call
 

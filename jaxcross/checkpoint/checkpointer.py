@@ -193,7 +193,7 @@ class JobCheckpointer:
                 version of jaxcross, or can't be used with this number of ranks; a rank can't read
                 its disk; there are checkpoints, but all of them are damaged; or the job has already
                 restored a state.
-            TypeError: A leaf is neither an array nor a number.
+            TypeError: A leaf is neither an array nor a number, and can't be static.
         """
         if self._forms is not None:
             raise self._log.error(

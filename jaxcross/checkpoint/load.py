@@ -32,7 +32,7 @@ def load_checkpoint(
         directory: The directory passed to `Checkpoints`. It must contain the parts of all ranks.
         job: The job's name.
         state: A tree with the structure, shapes and types of the job's state. The values don't
-            matter.
+            matter. Static leaves, such as functions, are taken from it.
         best: Whether to load the best state according to `Checkpoints(best=...)` instead of the
             newest state.
         rank: Whose values to load for leaves that differ between ranks.
@@ -43,7 +43,7 @@ def load_checkpoint(
     Raises:
         JobError: There's no such checkpoint or rank, or the checkpoint is damaged or belongs to a
             different model or version.
-        TypeError: A leaf of `state` is neither an array nor a number.
+        TypeError: A leaf of `state` is neither an array nor a number, and can't be static.
         OSError: The disk can't be read.
 
     Example:

@@ -13,15 +13,28 @@ import optax
 
 from jaxcross._arguments import is_whole
 from jaxcross._jax_compat import Tracer
+from jaxcross._pytree import is_static_leaf
 
 
 def require_params(params: optax.Params | None, what: str) -> optax.Params:
-    """Returns the parameters, or raises a ValueError if `update` got none."""
+    """Returns the parameters.
+
+    Raises:
+        ValueError: `update` got none.
+        TypeError: They have a leaf that isn't an array or a number, like an Equinox module.
+    """
     if params is None:
         raise ValueError(
             f"{what} exchanges parameters, but its `update` got no `params`. Write "
             "`tx.update(grads, state, params)`."
         )
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if is_static_leaf(leaf):
+            raise TypeError(
+                f"{what} exchanges parameters, but `{jax.tree_util.keystr(path)}` of the `params` "
+                f"that its `update` got is a `{type(leaf).__name__}`. Pass only arrays, to `init` "
+                "as well. With Equinox, that's `eqx.filter(model, eqx.is_array)`."
+            )
     return params
 
 

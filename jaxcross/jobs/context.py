@@ -308,7 +308,9 @@ class JobContext:
         restore.
 
         Args:
-            state: A pytree of JAX arrays, NumPy arrays and numbers.
+            state: A pytree of JAX arrays, NumPy arrays and numbers. It may also have static leaves,
+                such as functions and strings: these must be the same on all ranks, and aren't saved
+                in checkpoints.
             mode: `check` compares the ranks' values, `broadcast` takes rank 0's values, and `local`
                 lets each rank keep its own, e.g. for a model that's sharded over ranks or for
                 dropout keys. The same on every rank.
@@ -331,8 +333,8 @@ class JobContext:
             ExchangeError: On every rank: the values (with `check`) or the shapes (with `broadcast`)
                 differ.
             TypeError: `rank_local` contains something other than strings. Also, on every rank: a
-                leaf is neither an array nor a number, unless `mode` is `local` and there are no
-                checkpoints.
+                leaf is neither an array nor a number, and can't be static, unless `mode` is `local`
+                and there are no checkpoints.
             JobError: On every rank: the checkpoint belongs to a different model, or was saved with
                 a different number of ranks and can't be restored with this one, or `mode`,
                 `rank_local` or `check_replicas` differ between ranks.

@@ -307,7 +307,9 @@ def _why_unusable(leaf: object) -> str | None:
     """Returns why a leaf can neither be traced nor held static. None if it can."""
     if isinstance(leaf, jax.ShapeDtypeStruct) or compat.is_array_type(leaf):
         return None
-    return "JAX lacks its type" if isinstance(leaf, np.ndarray | np.generic) else why_not_static(leaf)
+    if isinstance(leaf, np.ndarray | np.generic):
+        return f"JAX does not have the type `{leaf.dtype}`"
+    return why_not_static(leaf)
 
 
 def _flatten(base: Traced, choices: tuple[int, ...]) -> Traced:

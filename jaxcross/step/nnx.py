@@ -13,6 +13,7 @@ object later. It does so under a tag of our choice; we use the `Step` itself.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,10 @@ import jax
 
 from jaxcross._arguments import in_words
 from jaxcross._pytree import PyTree
+from jaxcross.errors import JobError
 
 if TYPE_CHECKING:
+    from jaxcross.jobs import JobEngine
     from jaxcross.program import Traced
     from jaxcross.step.step import Step
 
@@ -53,6 +56,56 @@ def holds_objects(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
 
     jax.tree.leaves((args, kwargs), is_leaf=stop)
     return bool(found)
+
+
+def claim(
+    step: Step[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree], job: JobEngine
+) -> None:
+    """Checks that no other running job passes the same NNX objects to a step.
+
+    Otherwise both jobs' steps would update the same arrays, in an order that may differ between
+    ranks. Does not wait or communicate.
+
+    Raises:
+        JobError: Another running job has passed one of these objects, or a part of it, to a step.
+    """
+    from flax import nnx
+
+    is_object = nnx.graph.is_graph_node
+    owners = job.world.object_owners
+
+    def taken_by(node: Any) -> JobEngine | None:
+        other = owners.get(node)
+        return None if other is None else other()
+
+    for top in filter(is_object, jax.tree.leaves((args, kwargs), is_leaf=is_object)):
+        if isinstance(top, nnx.Variable) or taken_by(top) is job:
+            continue
+        # Walking through an object takes long, so we only do it in the job's first step.
+        for _, node in nnx.iter_graph(top):
+            if not is_object(node) or not _has_identity(node):
+                continue
+            with job.world.object_owners_lock:
+                other = taken_by(node)
+                if other is None or other is job or other.done.is_set():
+                    owners[node] = weakref.ref(job)
+                    continue
+            kind = type(node).__name__
+            raise JobError(
+                f"Job `{job.name}` passes an NNX object, a `{kind}`, to `{step.__name__}`, and job "
+                f"`{other.name}`, which is still running, has passed the same object to a step. "
+                "Their updates would be mixed up. Create the model and the `nnx.Optimizer` in the "
+                "function of each job. Only the `optax` optimizer can be shared. If a step only "
+                "reads the object, pass what `nnx.split` returns."
+            )
+
+
+def _has_identity(node: Any) -> bool:
+    """Whether an object is compared by identity and can be weakly referenced.
+
+    That's true of modules and optimizers, but not of their variables.
+    """
+    return type(node).__hash__ is object.__hash__ and hasattr(node, "__weakref__")
 
 
 def call(step: Step[..., Any], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> PyTree:

@@ -29,6 +29,7 @@ from jaxcross._pytree import (
     are_arrays,
     hold_static,
     static_places,
+    why_not_static,
 )
 from jaxcross.errors import CutError, ExchangeError
 from jaxcross.jobs import current_engine
@@ -128,8 +129,10 @@ def crossover(
     Args:
         step: An ordinary JAX function with named-axis collectives, written as for `pmap` or for
             `shard_map(check_vma=False)` (`psum` transposes to `psum`), or else a `jax.shard_map`
-            over a mesh with the same axes. Its arguments are the rank's own shards. If omitted, a
-            decorator is returned.
+            over a mesh with the same axes. Its arguments are the rank's own shards. Arguments and
+            results may be Flax NNX objects, Equinox modules, and other pytrees. Leaves that JAX
+            can't trace, such as functions and strings, are static, as in `eqx.filter_jit`. If
+            `step` is omitted, a decorator is returned.
         axes: The name of a single axis spanning all ranks, or a mapping from axis names to sizes.
             With several axes, ranks are numbered in row-major order. One of the sizes may be -1.
         cut: Where to cut the step. `"whole"` computes everything that precedes the exchanges, then
@@ -163,11 +166,13 @@ def crossover(
             `step` is a `jax.pmap`.
         ValueError: A size, `cut` or `bucket_bytes` is out of range, the step has no argument with
             a number or name that you gave, or an argument is both donated and static.
-        CutError: (when called) The step can't be traced or cut, or a profile belongs to a different
-            step or number of ranks.
+        CutError: (when called) The step can't be traced or cut, a leaf is neither an array nor
+            something that can be hashed and compared, or a profile belongs to a different step or
+            number of ranks.
         ExchangeError: (when called) The step's exchanges differ between ranks, or an earlier step
             failed after some of its exchanges.
-        JobError: (when called) Two threads call steps at the same time outside a runner.
+        JobError: (when called) Two threads call steps at the same time outside a runner, or two
+            running jobs pass the same NNX object to a step.
 
     Example:
         >>> @jaxcross.crossover(axes="batch", donate_argnums=0)
@@ -217,8 +222,8 @@ def crossover(
     )
 
 
-# (structure of the arguments with their static leaves, static values, JAX's configuration, id of the
-# world, whether there's a commit flag)
+# (structure of the arguments including their static leaves, static values, JAX's configuration, id
+# of the world, whether there's a commit flag)
 _CacheKey = tuple[jax.tree_util.PyTreeDef, Sequence[StaticValue], object, int, bool]
 
 
@@ -309,6 +314,8 @@ class Step(Generic[P, R]):
                         "Write the step so that it takes and returns what `nnx.split` returns. "
                         "See docs/howto/nonfinite.md#what-skip-needs."
                     )
+                if job is not None:
+                    nnx.claim(self, args, kwargs, job)
                 return nnx.call(self, args, kwargs)
             if last is not None and known and are_arrays(leaves):
                 split = last.split
@@ -451,7 +458,8 @@ class Step(Generic[P, R]):
         places = static_places(leaves, (arrays, named))
         if not places:
             return StaticSplit(tree, tree)
-        check_arrays(self.step, arrays, named)
+        if any(why_not_static(leaves[n]) is not None for n in places):
+            check_arrays(self.step, arrays, named)  # its error contains the leaf's path
         return StaticSplit(
             tree,
             jax.tree.structure(hold_static((arrays, named))),

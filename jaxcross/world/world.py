@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakKeyDictionary
 
 from jaxcross._endings import ExitKind
 from jaxcross.errors import clause, first_line
@@ -70,6 +71,8 @@ class World:
         make_wire: Creates the wire; see `wire`.
         unpickle: Returns the world of whichever process it's called in.
         exchange_owner: Decides which thread or run may exchange right now.
+        object_owners: Weak references to the jobs that last passed an NNX object to a step.
+        object_owners_lock: Held while a job checks and sets an owner.
         heartbeat_timeout_s: If a rank sends no heartbeat for longer than this many seconds, it's
             reported and all ranks are aborted. 0 disables this.
         flight: Records what this rank is doing, and writes its event file.
@@ -94,6 +97,10 @@ class World:
     make_wire: Callable[..., MpiWire] = field(repr=False)
     unpickle: Callable[[], World] = field(repr=False)
     exchange_owner: ExchangeOwner = field(default_factory=ExchangeOwner, repr=False)
+    object_owners: WeakKeyDictionary[Any, Any] = field(
+        default_factory=WeakKeyDictionary, repr=False
+    )
+    object_owners_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     exchanger: ThreadPoolExecutor = field(
         default_factory=partial(ThreadPoolExecutor, 1, "jaxcross-exchanges", ask_for_short_slices),
         repr=False,

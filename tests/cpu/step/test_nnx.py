@@ -150,6 +150,52 @@ same_model, new = train_step(model, X)
 assert same_model is model and jnp.array_equal(model.last.get_value(), X)
 assert new(X).shape == (4, 1)
 """,
+    "shared by jobs": """
+step = jaxcross.crossover(lambda m, o, x: update(m, o, x, True), axes="batch")
+def train(job, objects):
+    for _ in range(5):
+        step(*objects, X)
+    return nnx.state(objects)
+(model, optimizer), other = fresh(), fresh()
+for first, second in (
+    ((model, optimizer), (model, optimizer)),
+    ((model, optimizer), (model, other[1])),
+    ((other[0], optimizer), (model, optimizer)),
+):
+    both = threading.Barrier(2)
+    def together(job, objects):
+        both.wait()
+        return train(job, objects)
+    try:
+        with jaxcross.Runner() as runner:
+            runner.add("a", together, {"objects": first})
+            runner.add("b", together, {"objects": second})
+            runner.run()
+    except jaxcross.JobError as error:
+        assert "passes an NNX object, a `" in str(error), error
+        assert "Only the `optax` optimizer can be shared" in str(error), error
+    else:
+        raise AssertionError("two jobs changed one object")
+# one after the other, and objects of their own
+for objects in (fresh(), fresh()), ((model, optimizer),):
+    with jaxcross.Runner() as runner:
+        for name, each in zip("ab", objects):
+            runner.add(name, train, {"objects": each})
+        runner.run()
+""",
+    "static leaves": """
+model, optimizer = fresh()
+step = jaxcross.crossover(
+    lambda o, extra, x: (update(*o, extra["f"](x), True), extra["name"]), axes="batch"
+)
+for f, name in ((jnp.sin, "sin"), (jnp.cos, "cos")):
+    loss, got = step((model, optimizer), {"f": f, "name": name}, X)
+    assert got == name
+other = fresh()
+for f in (jnp.sin, jnp.cos):
+    update(*other, f(X), False)
+same((model, optimizer), other)
+""",
     "static": """
 model, optimizer = fresh()
 step = jaxcross.crossover(

@@ -63,7 +63,7 @@ print(raised(lambda: crossed(step, donate_argnums=-1, static_argnums=1)(jnp.ones
 print(raised(lambda: typed(jnp.ones(()), (1, [2]))))
 class Model: pass
 leaf = crossed(lambda state, x: lax.psum(x, "batch"))
-print(raised(lambda: leaf({"name": "abc"}, jnp.ones(1))))
+print(raised(lambda: leaf({"names": {"abc"}}, jnp.ones(1))))
 print(raised(lambda: leaf(1.0, Model())))
 fold = crossed(
     lambda s: {"key": jax.random.fold_in(s["key"], 1), "p": lax.psum(s["p"], "batch")},
@@ -156,8 +156,8 @@ def lines() -> list[str]:
             "(unhashable type: 'list')."
         ),
         (
-            "CutError: argument `args[0]['name']` of `<lambda>` holds a `str`, which is not an "
-            "array. Register the class"
+            "CutError: argument `args[0]['names']` of `<lambda>` holds a `set`, which is not an "
+            "array. It cannot be static either, because it cannot be hashed"
         ),
         "CutError: argument `args[1]` of `<lambda>` holds a `Model`, which is not an array.",
         "ValueError: argument [0]['key'] of `<lambda>` was donated to an earlier step and is gone.",
