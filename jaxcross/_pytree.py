@@ -204,7 +204,8 @@ def is_static_leaf(leaf: object) -> bool:
     """
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or _is_numpy(leaf):
         return False
-    return type(leaf).__name__ not in _NUMBERS and why_not_static(leaf) is None
+    is_number = any(type(leaf) is kind for kind, _ in _NUMBERS.values())
+    return not is_number and why_not_static(leaf) is None
 
 
 def described_static(leaf: Any) -> str:

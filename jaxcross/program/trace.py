@@ -156,8 +156,9 @@ def trace(
             body of a `shard_map` without the `shard_map` (`pcast`), an array is laid out along an
             axis over ranks, or an exchange is in a place where we can't cut.
     """
-    check_arrays(step, args, kwargs or {})
-    args, kwargs = hold_static((tuple(args), dict(kwargs or {})))
+    kwargs = dict(kwargs or {})
+    check_arrays(step, args, kwargs)
+    args, kwargs = hold_static((tuple(args), kwargs))
     leaves, in_tree = jax.tree.flatten((args, kwargs))
     names = sorted(kwargs)  # in the order JAX flattens them
     counts = [len(jax.tree.leaves(a)) for a in (*args, *(kwargs[name] for name in names))]

@@ -81,8 +81,9 @@ def claim(
     for top in filter(is_object, jax.tree.leaves((args, kwargs), is_leaf=is_object)):
         if isinstance(top, nnx.Variable) or taken_by(top) is job:
             continue
-        # Walking through an object takes long, so we only do it in the job's first step.
-        for _, node in nnx.iter_graph(top):
+        # Walking through an object takes long, so we only do it in the job's first step. Start with
+        # the outermost object, because that's the one users know.
+        for _, node in reversed(list(nnx.iter_graph(top))):
             if not is_object(node) or not _has_identity(node):
                 continue
             with job.world.object_owners_lock:

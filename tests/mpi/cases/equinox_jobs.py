@@ -110,11 +110,51 @@ def check(state, seed):
         np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=1e-5)
 
 
+def unlike_functions():
+    """The ranks would train different models, so the comparison of their states finds it."""
+    activation = (jax.nn.relu, jax.nn.gelu)[world.rank]
+    model = eqx.tree_at(lambda net: net.mlp.activation, Net(jax.random.key(0)), activation)
+    for mode in ("check", "broadcast"):
+        try:
+            world.broadcast_or_check(model, mode=mode)
+        except jaxcross.ExchangeError as error:
+            assert "first at `.mlp.activation`: `jax." in str(error), error
+        else:
+            raise AssertionError(f"{mode} passed")
+
+
+def synchronised_batch_norm():
+    """Statistics and gradients are those of one batch norm over the examples of all ranks."""
+
+    def make_step(axes, mean):
+        def loss_fn(w, norm, state, x):
+            apply = jax.vmap(norm, axis_name="examples", in_axes=(0, None), out_axes=(0, None))
+            out, state = apply(x * w, state)
+            return jnp.mean(jnp.exp(out)), state
+
+        def normed_step(w, norm, state, x):
+            (loss, state), grad = jax.value_and_grad(loss_fn, has_aux=True)(w, norm, state, x)
+            return mean(loss), mean(grad), state
+
+        return normed_step, eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, axes, mode="batch")
+
+    batches = [next(data(rank))["x"] for rank in range(world.size)]
+    w = jnp.arange(1.0, 5.0)
+    ours, made = make_step(("examples", "batch"), lambda x: jax.lax.pmean(x, "batch"))
+    theirs, reference = make_step("examples", lambda x: x)
+    mine = jaxcross.crossover(ours, axes="batch")(w, *made, batches[world.rank])
+    other = eqx.filter_jit(theirs)(w, *reference, np.concatenate(batches))
+    for x, y in zip(jax.tree.leaves(mine), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
 checkpoints = jaxcross.Checkpoints(folder) if folder else None
 with jaxcross.Runner(world, checkpoints=checkpoints) as runner:
     jobs = [runner.add(name, train, {"seed": seed}) for seed, name in enumerate("ab")]
     runner.run()
 if not folder:
+    unlike_functions()
+    synchronised_batch_norm()
     for seed, job in enumerate(jobs):
         check(job.state, seed)
     assert len(train_step._roots) == 2, train_step._roots  # with a commit flag, and without
