@@ -93,7 +93,7 @@ def claim(
                     continue
             kind = type(node).__name__
             raise JobError(
-                f"Job `{job.name}` passes an NNX object, a `{kind}`, to `{step.__name__}`, and job "
+                f"Job `{job.name}` passes an NNX object (`{kind}`) to `{step.__name__}`, and job "
                 f"`{other.name}`, which is still running, has passed the same object to a step. "
                 "Their updates would be mixed up. Create the model and the `nnx.Optimizer` in the "
                 "function of each job. Only the `optax` optimizer can be shared. If a step only "

@@ -129,7 +129,7 @@ def test_jax_errors_name_user_function_and_argument(step) -> None:
     assert "flat" not in str(e.value)
 
 
-@pytest.mark.parametrize("wrong", ["text", object()])
+@pytest.mark.parametrize("wrong", [{"text"}, object()], ids=["set", "object"])
 def test_result_that_is_no_array(wrong) -> None:
     def train_step(state, x):
         return state, {"loss": lax.pmean(x, "batch"), "note": wrong}

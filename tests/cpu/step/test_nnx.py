@@ -172,7 +172,7 @@ for first, second in (
             runner.add("b", together, {"objects": second})
             runner.run()
     except jaxcross.JobError as error:
-        assert "passes an NNX object, a `" in str(error), error
+        assert "passes an NNX object (`" in str(error), error
         assert "Only the `optax` optimizer can be shared" in str(error), error
     else:
         raise AssertionError("two jobs changed one object")

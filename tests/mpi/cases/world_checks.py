@@ -120,17 +120,17 @@ def leaves_of_a_rank_stay_as_they_are():
     )
     for mode in ("check", "broadcast"):
         try:
-            wrong = {"w": jnp.zeros(3), "mask": {"a": jnp.zeros(2) if RANK else "text"}}
+            wrong = {"w": jnp.zeros(3), "mask": {"a": jnp.zeros(2) if RANK else {"text"}}}
             world.broadcast_or_check(wrong, mode=mode, rank_local=named)
             raise AssertionError("not noticed")
         except ExchangeError as error:
-            assert "first at `['mask']['a']`: of type str on rank 0, and rank-local on" in str(
+            assert "first at `['mask']['a']`: of type set on rank 0, and rank-local on" in str(
                 error
             ), error
 
 
 def what_is_no_array_is_refused_on_every_rank():
-    for leaf in ("text", np.array(["text"]), object()):
+    for leaf in ({"text"}, np.array(["text"]), object()):
         for mode in ("check", "broadcast"):
             try:
                 world.broadcast_or_check({"w": jnp.zeros(3), "a": {"b": leaf}}, mode=mode)
@@ -141,11 +141,11 @@ def what_is_no_array_is_refused_on_every_rank():
                     f"`['a']['b']` of the state is of type `{kind}`: its leaves must"
                 ), error
     try:
-        world.broadcast_or_check({"a": 1.0 if RANK else "text"})
+        world.broadcast_or_check({"a": 1.0 if RANK else {"text"}})
         raise AssertionError("not noticed")
     except ExchangeError as error:
         assert (
-            "between ranks 0 and 1, first at `['a']`: of type str on rank 0, and float64["
+            "between ranks 0 and 1, first at `['a']`: of type set on rank 0, and float64["
             in str(error)
         ), error
 
