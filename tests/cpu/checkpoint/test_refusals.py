@@ -83,7 +83,7 @@ def test_only_what_a_restart_could_use_is_saved(tmp_path, caplog):
         r"cannot save this state, on rank 0: it does not have .* it has a leaf `\['more'\]`",
         fn=fn,
     )
-    refused(2, tmp_path, "texts", fn=lambda job, **_: job.restore({"w": {"text"}}))
+    refused(2, tmp_path, "static leaves", fn=lambda job, **_: job.restore({"w": {"text"}}))
 
 
 def test_other_return_value_leaves_the_last_save(tmp_path, caplog):
