@@ -156,12 +156,12 @@ def trace(
             body of a `shard_map` without the `shard_map` (`pcast`), an array is laid out along an
             axis over ranks, or an exchange is in a place where we can't cut.
     """
-    kwargs = dict(kwargs or {})
-    check_arrays(step, args, kwargs)
-    args, kwargs = hold_static((tuple(args), kwargs))
-    leaves, in_tree = jax.tree.flatten((args, kwargs))
-    names = sorted(kwargs)  # in the order JAX flattens them
-    counts = [len(jax.tree.leaves(a)) for a in (*args, *(kwargs[name] for name in names))]
+    check_arrays(step, args, kwargs or {})
+    named: dict[str, Any]
+    args, named = hold_static((tuple(args), dict(kwargs or {})))
+    leaves, in_tree = jax.tree.flatten((args, named))
+    names = sorted(named)  # in the order JAX flattens them
+    counts = [len(jax.tree.leaves(a)) for a in (*args, *(named[name] for name in names))]
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
     # Translate arguments into the positions of their flat leaves.
     donate = (*donate_argnums, *(len(args) + names.index(name) for name in donate_argnames))
@@ -191,14 +191,14 @@ def trace(
     copy_signature(named_step, step)
     try:
         with tracing(axes):
-            whole = _trace_whole(flat_step, named_step, args, kwargs, avals, axes, step_name(step))
+            whole = _trace_whole(flat_step, named_step, args, named, avals, axes, step_name(step))
             whole = _call_solvers(compat.with_plain_equations(whole, axes), axes, wire)
     except Exception as error:
         explain_failed_trace(step, error, step_name(step))
         raise
     whole = convert_wire_types(whole, axes, wire)
     out_tree, results, whole_out_tree, static_results = box[-1]
-    given = [argument_path(path) for path, _ in jax.tree.leaves_with_path((args, kwargs))]
+    given = [argument_path(path) for path, _ in jax.tree.leaves_with_path((args, named))]
     blank = Traced(
         name=step_name(step),
         axes=dict(axes),
