@@ -378,7 +378,7 @@ def test_run_takes_jobs(wrong: Any) -> None:
 def test_shares_are_numbers_in_order(wrong: Any) -> None:
     with pytest.raises(
         TypeError,
-        match=r"^`Weighted` takes a number for each job, as in `Weighted\(\(4, 1\)\)`, got ",
+        match=r"^`Weighted` takes a number for each job, as in `Weighted\(\(4, 1\)\)`, ",
     ):
         jaxcross.Weighted(wrong)
     with pytest.raises(TypeError, match=r"^`Weighted` takes a share .*`joining='2'`\.$"):

@@ -297,7 +297,7 @@ def test_another_version_is_refused(tmp_path, first):
 
 def test_neither_links_nor_pipes_are_read(tmp_path):
     os.mkfifo(tmp_path / "rank-0.jsonl")
-    with pytest.raises(ValueError, match="is not a file"):
+    with pytest.raises(ValueError, match="is not a regular file"):
         read_event_files(tmp_path)
     (tmp_path / "rank-0.jsonl").unlink()
     (tmp_path / "rank-0.jsonl").symlink_to("/etc/hostname")
