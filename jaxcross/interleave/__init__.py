@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # what jaxcross's other folders use
         Listeners,
         Span,
         SpanKind,
+        segment_name,
     )
     from jaxcross.interleave.interleaver import Interleaver
     from jaxcross.interleave.joint_start import Arrival

@@ -67,6 +67,11 @@ class Span:
         return self.step + self.other_calls
 
 
+def segment_name(job: str, kind: SpanKind, segment: int) -> str:
+    """Returns a segment's name in traces, both in our own and in those of `jax.profiler`."""
+    return f"{job} {'exchange' if kind == 'collective' else kind} {segment}"
+
+
 class Instrument:
     """Base class for objects that listen to a run. Override whichever hooks you need.
 

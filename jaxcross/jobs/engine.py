@@ -61,6 +61,7 @@ from jaxcross.jobs.skipped_steps import SkippedSteps
 from jaxcross.jobs.step_registry import StepRegistry, memory_of
 from jaxcross.jobs.stop_message import StoppedJob
 from jaxcross.program import Compiled, NonFinite, Program, refuse_to_skip
+from jaxcross.report import Tracker
 from jaxcross.runtime import (
     Agreement,
     Driver,
@@ -141,12 +142,14 @@ class JobEngine:
         world: World,
         admission: MemoryAdmission,
         begin_files: BeginFiles | None = None,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         self.name = name
         self.world = world
         self._function = fn
         self._arguments = arguments
         self._listeners = listeners
+        self._trackers = trackers
         self._admission = admission
         self.driver: Driver | None = None
         self.record: JobRecord | None = None
@@ -301,6 +304,7 @@ class JobEngine:
     def _call_function(self) -> None:
         """Calls the job's function, stores the state that it returns, and saves it."""
         driver, record = self.running()
+        self.describe(self._arguments)
         result = self._function(self.context, **self._arguments)
         # Raise if another thread has iterated over the job's batches. The function may have
         # returned normally all the same.
@@ -315,6 +319,11 @@ class JobEngine:
         if self.resumption is not None:
             self.read_back()
         self._save_last(partial(driver.run_on_all_ranks, record))
+
+    def describe(self, params: Mapping[str, Any], group: str = "") -> None:
+        """Sets the hyperparameters for trackers, and the name of the sweep, if there's one."""
+        for tracker in self._trackers:
+            tracker.describe(self.name, params, group)
 
     def _abandon(self) -> NoReturn:
         """Abandons the job's thread by putting it to sleep forever.
@@ -413,6 +422,10 @@ class JobEngine:
                 step=self.step,
                 value=self.status,
             )
+            observer = self.metrics.observer
+            pruned = done and observer is not None and observer.pruned
+            for tracker in self._trackers:
+                tracker.end(self.name, "pruned" if pruned else str(self.status))
         # The user may hold on to this job for a long time, just to read its final state. Drop
         # everything else that takes up memory: the function's arguments (which include data and
         # steps), the constants of the steps, and the loops' batches.

@@ -57,7 +57,7 @@ from jaxcross.jobs.progress_reporter import ProgressReporter
 from jaxcross.jobs.replicas import RankReport, exchange
 from jaxcross.jobs.stop_message import stop_message
 from jaxcross.jobs.submissions import RegisteredFunctions
-from jaxcross.report import JobSummary, MetricFiles, Recorder, Report, as_float
+from jaxcross.report import JobSummary, MetricFiles, Recorder, Report, Tracker, as_float
 from jaxcross.runtime import Driver, FlightNotes, after_run, chaos_of, nobody_resumes
 from jaxcross.world import World, any_rank, current_world, gather
 
@@ -159,6 +159,13 @@ class Runner:
             )
             listening = (*listening, self._metric_files)
             arguments.check_places(listening)
+        self._trackers = tuple(each for each in listening if isinstance(each, Tracker))
+        if self._trackers and checkpoints is not None and metrics is None:
+            raise ValueError(
+                f"`{type(self._trackers[0]).__name__}` needs the metrics files of a run that has "
+                "checkpoints, because a restart sends what the service has lost. Pass "
+                "`metrics=FOLDER` as well."
+            )
         self._listeners = Listeners((self._recorder, FlightNotes(self.world.flight), *listening))
         self._progress = ProgressReporter(
             lambda: tuple(self._engines),
@@ -259,6 +266,7 @@ class Runner:
             world=self.world,
             admission=self._admission,
             begin_files=partial(self._begin_files, name) if self._writes_metrics else None,
+            trackers=self._trackers,
         )
 
     def register(self, name: str, fn: Callable[..., Any]) -> None:
@@ -434,6 +442,8 @@ class Runner:
             if stopped and self.world.rank == 0:
                 folder = None if self.checkpoints is None else str(self.checkpoints.path)
                 print_error(stop_message([engine.at_stop() for engine in self._engines], folder))
+            for tracker in self._trackers:
+                tracker.close()
             # If the signal arrived after all jobs had ended, the other ranks don't know about it
             # and carry on normally. There's nothing to agree on in that case; only this rank
             # raises.
@@ -467,6 +477,12 @@ class Runner:
             self._agree(engines, link)
             if self._writes_metrics:
                 _claim_metrics(self.world, self._metric_files)
+            for tracker in self._trackers:
+                tracker.attach(
+                    rank=self.world.rank,
+                    folder=None if self._metric_files is None else self._metric_files.folder,
+                    resumable=self.checkpoints is not None,
+                )
             if self.checkpoints is not None:
                 names = [engine.name for engine in engines]
                 self._session = _open_session(self.checkpoints, self.world, names, self.policy)
@@ -518,11 +534,12 @@ class Runner:
                 )
 
     def _begin_files(self, name: str, step: int, *, without: str = "") -> list[dict[str, Any]]:
-        return (
-            []
-            if self._metric_files is None
-            else self._metric_files.begin(name, step, without=without)
-        )
+        if self._metric_files is None:
+            return []
+        lines = self._metric_files.begin(name, step, without=without)
+        for tracker in self._trackers:
+            tracker.begin(name, step, lines)
+        return lines
 
     def _close_after_failure(self) -> None:
         """Closes the jobs and files after a lane has failed. Waits until everything is written.
@@ -536,6 +553,8 @@ class Runner:
             self._metric_files.close()
         if self._session is not None:
             self._session.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def _first_of(engines: Sequence[JobEngine], world: World) -> list[JobEngine]:

@@ -13,6 +13,8 @@ gantt            the lanes as a picture
 chrome           the run as a trace for Perfetto
 sweep_result     `SweepResult`: the trials of a sweep, as a table and a picture
 metric_files     what jobs log, as JSONL and CSV; `tensorboard` as TensorBoard's event files
+tracker          sends what jobs log to a service, each step once, even if a run is killed;
+                 `wandb_tracker` to Weights & Biases, `mlflow_tracker` to MLflow
 progress         how far along a run's jobs are, as plain data and a file; `progress_text` renders
                  it as lines and as a table
 run_state        whether a run is in progress and how it ended, from its event folder
@@ -24,10 +26,12 @@ from typing import TYPE_CHECKING
 
 from jaxcross._lazy import on_first_use
 from jaxcross.report.compare import Comparison
+from jaxcross.report.mlflow_tracker import MLflow
 from jaxcross.report.report import Report
 from jaxcross.report.slow_rank import SlowRank
 from jaxcross.report.summary import LOST_TIME, JobSummary, JobTiming, TimeBreakdown
 from jaxcross.report.tensorboard import TensorBoard
+from jaxcross.report.wandb_tracker import WandB
 
 if TYPE_CHECKING:  # not public, for jaxcross's other folders
     from jaxcross.report.event_files import RankRecord, SavedPart, read_event_files
@@ -52,6 +56,7 @@ if TYPE_CHECKING:  # not public, for jaxcross's other folders
     from jaxcross.report.table import as_html, printed_text, screen_width
     from jaxcross.report.time_breakdown import break_down
     from jaxcross.report.timeline import Timeline, in_lane_order, shortest_exchanges
+    from jaxcross.report.tracker import Tracker
     from jaxcross.report.units import as_float, plural, seconds, share
 else:
     __getattr__, *_ = on_first_use(__name__)
@@ -61,10 +66,12 @@ __all__ = [
     "Comparison",
     "JobSummary",
     "JobTiming",
+    "MLflow",
     "Report",
     "SlowRank",
     "TensorBoard",
     "TimeBreakdown",
+    "WandB",
 ]
 
 

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxcross.interleave import Span
+from jaxcross.interleave import Span, segment_name
 from jaxcross.report.timeline import in_lane_order
 
 if TYPE_CHECKING:
@@ -105,17 +105,19 @@ def _track(pid: int, tid: int, name: str) -> list[dict[str, Any]]:
 
 
 def _name(span: Span) -> str:
-    what = {"collective": "exchange"}.get(span.kind, span.kind)
     if span.kind == "input":
         return f"input from {span.label}" if span.label else "input"
-    return span.label or (f"{what} {span.segment}" if span.segment >= 0 else what)
+    return span.label or span.kind
 
 
 def _slice_of(span: Span, tracks: dict[str, int], origin: int) -> _Slice:
     """Returns a span's slice on its lane, or on its job's track if it has no lane."""
     lane = _lane(span)
     track = lane if lane is not None else tracks.get(span.job, 0)
-    name = _name(span) if lane is None or not span.job else f"{span.job} {_name(span)}"
+    if lane is not None and span.job and span.segment >= 0 and not span.label:
+        name = segment_name(span.job, span.kind, span.segment)
+    else:
+        name = _name(span) if lane is None or not span.job else f"{span.job} {_name(span)}"
     args: dict[str, Any] = {"job": span.job, "step": span.step, "segment": span.segment}
     args["ready_us"] = _us(span.ready_ns, origin)
     if span.nbytes:

@@ -46,10 +46,13 @@ class MetricFiles(Instrument):
         folder: The folder to write to. Created if it doesn't exist.
         checkpoints: The run's checkpoint folder, or None if it has none. A run that resumes this
             one uses the same checkpoint folder, which is how we recognise it.
+
+    Attributes:
+        folder: The folder's absolute path.
     """
 
     def __init__(self, folder: str | Path, checkpoints: Path | None = None) -> None:
-        self._folder = with_time(folder).absolute()
+        self.folder = with_time(folder).absolute()
         self._checkpoints = checkpoints
         self._jobs: dict[str, _JobFiles | None] = {}
         self._early: dict[
@@ -63,7 +66,7 @@ class MetricFiles(Instrument):
 
     def writes_to(self) -> str:
         """Returns the folder."""
-        return str(self._folder)
+        return str(self.folder)
 
     def claim(self) -> None:
         """Claims the folder for this run.
@@ -73,21 +76,21 @@ class MetricFiles(Instrument):
                 currently writing to it.
             OSError: The folder can't be written to.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        marker = self._folder / _MARKER
+        self.folder.mkdir(parents=True, exist_ok=True)
+        marker = self.folder / _MARKER
         mine = {"checkpoints": None if self._checkpoints is None else str(self._checkpoints)}
-        found = [path for path in self._folder.iterdir() if path != marker]
+        found = [path for path in self.folder.iterdir() if path != marker]
         if marker.exists() and (
             found or marker.stat().st_size
         ):  # an empty marker was left by a run that was killed right here
             if self._checkpoints is None or _load(marker.read_text()) != mine:
                 raise ValueError(
-                    f"`{self._folder}` has the metrics of another run. Name a different folder, or "
+                    f"`{self.folder}` has the metrics of another run. Name a different folder, or "
                     "remove this one. To resume that run, use its checkpoint folder as well."
                 )
         elif found:
             raise ValueError(
-                f"`{self._folder}` holds other files, so metrics are not written to it. Name an "
+                f"`{self.folder}` holds other files, so metrics are not written to it. Name an "
                 "empty folder."
             )
         else:
@@ -96,7 +99,7 @@ class MetricFiles(Instrument):
         if not lock(self._claim):
             self._claim.close()
             raise ValueError(
-                f"`{self._folder}` is in use: {holder(marker)} writes its metrics there. Wait "
+                f"`{self.folder}` is in use: {holder(marker)} writes its metrics there. Wait "
                 "until it has ended, or name another folder."
             )
 
@@ -118,7 +121,7 @@ class MetricFiles(Instrument):
             if self._closed or (files is not None and not without):
                 return kept  # without checkpoints, the files were opened for the job's first line
             try:
-                files = files or _JobFiles(self._folder / _file_name(job))
+                files = files or _JobFiles(self.folder / file_name(job))
                 self._jobs[job] = files
                 kept = files.open(step, without)
                 for line in self._early.pop(job, ()):
@@ -188,7 +191,7 @@ class MetricFiles(Instrument):
                 "Metrics of job `%s` in `%s` may lack their last lines, because its files could "
                 "not be closed: %s. Check whether the disk is full.",
                 job,
-                self._folder,
+                self.folder,
                 error,
             )
 
@@ -198,7 +201,7 @@ class MetricFiles(Instrument):
             "Metrics of job `%s` are no longer written to `%s`: %s. The job continues without "
             "them. To get them back, make sure that the folder can be written, and start again.",
             job,
-            self._folder,
+            self.folder,
             error,
         )
 
@@ -275,7 +278,8 @@ def is_of(line: Mapping[str, Value], evaluation: str) -> bool:
     return bool(evaluation) and names == {evaluation}
 
 
-def _file_name(job: str) -> str:
+def file_name(job: str) -> str:
+    """Returns the name of a job's files, without a suffix."""
     name = quote(job, safe=" ")
     if len(name) <= _LONGEST:
         return name

@@ -29,12 +29,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, final
 
+from jax.profiler import TraceAnnotation
+
 from jaxcross.errors import ExchangeError
 from jaxcross.health import Activity
-from jaxcross.interleave import ON_ALL_RANKS, Span, Verdict
+from jaxcross.interleave import ON_ALL_RANKS, Span, SpanKind, Verdict, segment_name
 from jaxcross.interleave import messages as m
 from jaxcross.runtime.job_record import StepCall
 from jaxcross.world import ask_for_short_slices
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 
 _FIRST_BACKOFF_S = 0.002
 _LONGEST_BACKOFF_S = 0.05
+_NOT_TRACED = nullcontext()
 
 
 def backoff_s(level: int) -> float:
@@ -52,6 +56,19 @@ def backoff_s(level: int) -> float:
     The wait only affects when this rank votes, not what's decided, so it may differ between ranks.
     """
     return min(_FIRST_BACKOFF_S * 2**level, _LONGEST_BACKOFF_S)
+
+
+def annotate(
+    job: str, kind: SpanKind, step: int, segment: int, what: str = ""
+) -> AbstractContextManager[object]:
+    """Returns a context that shows up in a trace by `jax.profiler` like the segment in our own.
+
+    Outside of such a trace, this costs 0.4 us (without the check, it would be 2.2 us).
+    """
+    if not TraceAnnotation.is_enabled():
+        return _NOT_TRACED
+    name = segment_name(job, kind, segment)
+    return TraceAnnotation(name + what, job=job, step=step, segment=segment)
 
 
 class LaneThread(threading.Thread):
@@ -144,7 +161,8 @@ class ComputeLane:
             )
             event: m.Event
             try:
-                call.execution.run(d.segment)
+                with annotate(call.name, "compute", d.step, d.segment, ", dispatch"):
+                    call.execution.run(d.segment)
             # If a segment can't be dispatched, its job fails, but the lane carries on with the
             # other jobs' segments.
             except Exception as error:
@@ -170,7 +188,8 @@ class ComputeLane:
             # Most errors of a computation surface here rather than at dispatch, because XLA
             # computes asynchronously.
             try:
-                call.execution.wait_outputs(d.segment)
+                with annotate(call.name, "compute", d.step, d.segment):
+                    call.execution.wait_outputs(d.segment)
             except Exception as error:
                 driver.world.flight.end(token, failed=True)
                 event = driver.router.segment_failed(d, call, error)
@@ -322,7 +341,10 @@ class ExchangeLane:
             execution.zero_inputs(segment)
         nbytes = call.graph.nbytes[segment] if call.graph.nbytes else 0
         start_ns = driver.clock_ns()
-        with driver.world.monitor(job=call.name, step=x.step, segment=segment, what="exchange"):
+        with (
+            driver.world.monitor(job=call.name, step=x.step, segment=segment, what="exchange"),
+            annotate(call.name, "collective", x.step, segment),
+        ):
             execution.run(segment)
             execution.wait_outputs(segment)
         # The emulated link's delay isn't a wait for other ranks either, so it comes after the

@@ -48,8 +48,10 @@ class Coordinator:
             must propose as they are for these trials.
         log: The log of the trials.
         concurrent: How many trials run at the same time.
+        group: A name for the sweep, which stays the same in restarts and is unique to this sweep.
 
     Attributes:
+        group: See above.
         search: The search in use.
         submit: A function that starts a trial's job on all ranks. Each of the sweep's runs sets its
             own. It may raise a JobError if the run has ended.
@@ -59,8 +61,9 @@ class Coordinator:
         JobError: The pruner decides differently than before a restart.
     """
 
-    def __init__(self, make: Make, log: TrialLog, *, concurrent: int) -> None:
+    def __init__(self, make: Make, log: TrialLog, *, concurrent: int, group: str = "") -> None:
         self._log = log
+        self.group = group
         self._concurrent = concurrent
         self._changed = threading.Condition(threading.RLock())
         self.submit: Submit = lambda *_: None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -263,7 +264,10 @@ def _open(
             check=lambda name, parameters: arguments.check_job(name, train, parameters),
         )
 
-    coordinator = Coordinator(make, log, concurrent=settings.concurrent)
+    name = "sweep" if settings.folder is None else re.sub(r"[^\w.-]", "_", settings.folder.name)
+    coordinator = Coordinator(
+        make, log, concurrent=settings.concurrent, group=f"{name}-{earlier['sweep'][:8]}"
+    )
     log.keep({**earlier, **settings.facts()})
     return coordinator
 

@@ -122,6 +122,7 @@ class Trials:
         assert engine is not None
         observer = TrialObserver(self, job, engine, number)
         engine.metrics.observer = observer
+        engine.describe(params, "" if self.coordinator is None else self.coordinator.group)
         if before is not None:
             # This trial takes the place of another trial, which may not have ended on this rank
             # yet. Wait for it to free its memory here, since there may not be enough for both.
