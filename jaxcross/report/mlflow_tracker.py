@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -19,7 +20,8 @@ _STATUS = {
     "pruned": "FINISHED",
     "stopped": "KILLED",
 }
-_GROUP = "jaxcross.sweep"
+_GROUP = "jaxcross.sweep"  # the tag of a sweep's run
+_KEY = "jaxcross.run"  # the tag of a job's run
 
 
 @final
@@ -82,16 +84,14 @@ class MLflow(Tracker):
             parent = self._parents.setdefault(
                 job.group, _Parent(client, place["experiment"], job.group)
             )
-        if {key: job.saved.get(key) for key in place} == place:
-            run_id = job.saved["id"]
-            client.update_run(run_id, status="RUNNING")
-        else:
+        if {key: job.saved.get(key) for key in place} != place:
             if job.earlier.get("tracking_uri") == client.tracking_uri:
-                client.set_terminated(job.earlier["id"], status="KILLED")
-            tags = {} if parent is None else {"mlflow.parentRunId": parent.id}
-            created = client.create_run(place["experiment"], run_name=job.name, tags=tags)
-            run_id = created.info.run_id
-            job.save(**place, id=run_id)
+                _end_earlier(client, job.earlier)
+            job.save(**place, key=secrets.token_hex(16))
+        tags = {} if parent is None else {"mlflow.parentRunId": parent.id}
+        run_id = _find_or_create(
+            client, place["experiment"], {_KEY: job.saved["key"]}, job.name, tags
+        )
         known = client.get_run(run_id).data
         for part in _parts(list(_params(job.params, known.params)), _MOST_PARAMS):
             client.log_batch(run_id, params=part)
@@ -141,9 +141,7 @@ class _Parent:
     def __init__(self, client: Any, experiment: str, group: str) -> None:
         self._client = client
         self._running: set[str] = set()
-        found = client.search_runs([experiment], f"tags.`{_GROUP}` = '{group}'", max_results=1)
-        created = found or [client.create_run(experiment, run_name=group, tags={_GROUP: group})]
-        self.id = created[0].info.run_id
+        self.id = _find_or_create(client, experiment, {_GROUP: group}, group)
 
     def opened(self, trial: str) -> None:
         if not self._running:
@@ -169,6 +167,32 @@ def _experiment_id(client: Any, name: str) -> str:
         if found is None:
             raise
         return found.experiment_id
+
+
+def _find(client: Any, experiment: str, tag: Mapping[str, str]) -> list[Any]:
+    ((key, value),) = tag.items()
+    return client.search_runs([experiment], f"tags.`{key}` = '{value}'", max_results=1)
+
+
+def _find_or_create(
+    client: Any, experiment: str, tag: Mapping[str, str], name: str, more: Mapping[str, str] = {}
+) -> str:
+    """Returns the id of the run with this tag, which is running from now on.
+
+    MLflow chooses the ids of runs. If we stored that id, a kill just before we do so would leave
+    the job with two runs. So runs are found by a tag that we choose ourselves.
+    """
+    for found in _find(client, experiment, tag):
+        client.update_run(found.info.run_id, status="RUNNING")
+        return found.info.run_id
+    return client.create_run(experiment, run_name=name, tags={**tag, **more}).info.run_id
+
+
+def _end_earlier(client: Any, saved: Mapping[str, Any]) -> None:
+    """Marks the run of a killed job, which starts from scratch this time, as killed."""
+    for found in _find(client, saved["experiment"], {_KEY: saved["key"]}):
+        if found.info.status == "RUNNING":
+            client.set_terminated(found.info.run_id, status="KILLED")
 
 
 def _params(params: Mapping[str, Any], known: Mapping[str, str]) -> Iterator[Any]:

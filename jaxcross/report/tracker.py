@@ -72,6 +72,7 @@ class TrackedJob:
         rows: What hasn't been sent yet.
         begun: Whether we know the step that the job resumes after.
         status: The job's final status, or "" while it's running.
+        over: Whether the run has been finished.
         run: The job's run at the service, once it's open.
         retry_at_s: Don't try again before this time, which is on the monotonic clock.
         failures: The number of failed attempts since the last successful one.
@@ -86,6 +87,7 @@ class TrackedJob:
     rows: deque[Row] = field(default_factory=deque)
     begun: bool = False
     status: str = ""
+    over: bool = False
     run: TrackedRun | None = None
     retry_at_s: float = 0.0
     failures: int = 0
@@ -248,7 +250,7 @@ class Tracker(Instrument):
         with self._lock:
             rows = list(job.rows)
             status = job.status
-        if not last and time.monotonic() < job.retry_at_s:
+        if job.over or (not last and time.monotonic() < job.retry_at_s):
             return
         if job.run is not None and not rows and not status:
             return  # an earlier call has sent them
@@ -266,6 +268,7 @@ class Tracker(Instrument):
             for _ in rows:
                 job.rows.popleft()
             if status:
+                job.over = True
                 self._jobs.pop(job.name, None)
 
     def _failed(self, job: TrackedJob, error: Exception) -> None:
