@@ -27,6 +27,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from jaxcross._files import write_whole
 from jaxcross._schema import unspelt
+from jaxcross.errors import clause
 from jaxcross.interleave import Instrument
 from jaxcross.report.metric_files import as_logged, file_name, flatten_metrics
 
@@ -72,7 +73,7 @@ class TrackedJob:
         rows: What hasn't been sent yet.
         begun: Whether we know the step that the job resumes after.
         status: The job's final status, or "" while it's running.
-        over: Whether the run has been finished.
+        over: Whether the run has been finished, or given up.
         run: The job's run at the service, once it's open.
         retry_at_s: Don't try again before this time, which is on the monotonic clock.
         failures: The number of failed attempts since the last successful one.
@@ -194,6 +195,8 @@ class Tracker(Instrument):
             if self._thread is None:
                 return
             known = self._job(job)
+            if known.over:
+                return
             flat = {key: unspelt(value) for key, value in flatten_metrics(values)}
             known.rows.append(Row(step, time.time(), flat))
             if known.begun:
@@ -222,9 +225,9 @@ class Tracker(Instrument):
         thread.join(_PATIENCE_S)
         with self._lock:
             unsent = sum(len(job.rows) for job in self._jobs.values())
-            open_runs = sum(bool(job.status) for job in self._jobs.values())
+            unfinished = any(job.status and not job.over for job in self._jobs.values())
             self._jobs.clear()
-        if unsent or open_runs:
+        if unsent or unfinished:
             _log.warning(
                 "%s may lack the last metrics of this run: %d of them had not been sent within "
                 "%d s of its end, or could not be sent. The metrics files, if any, have them all.",
@@ -274,15 +277,19 @@ class Tracker(Instrument):
     def _failed(self, job: TrackedJob, error: Exception) -> None:
         gives_up = job.run is not None and not self.reopens
         job.run = None
-        job.retry_at_s = float("inf") if gives_up else time.monotonic() + _RETRY_S
+        job.retry_at_s = time.monotonic() + _RETRY_S
         job.failures += 1
+        if gives_up:
+            with self._lock:
+                job.over = True
+                job.rows.clear()
         if job.failures == 1:
             _log.warning(
                 "Metrics of job `%s` do not reach %s: %s: %s. The job continues. %s",
                 job.name,
                 self.service,
                 type(error).__name__,
-                str(error).strip().rstrip("."),
+                clause(str(error).partition("\n")[0]),
                 "Its remaining metrics are not sent, but a restart from its checkpoints sends them."
                 if gives_up
                 else "We keep its metrics and try again, once a minute and at the end.",

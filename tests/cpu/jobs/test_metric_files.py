@@ -9,7 +9,7 @@ import pytest
 import jaxcross
 from jaxcross.interleave.instrument import Instrument
 from jaxcross.jobs.runner import Runner
-from jaxcross.report import TensorBoard
+from jaxcross.report import TensorBoard, Tracker
 from tests.support.checkpoint_jobs import STEPS, init, loop, make_step, train
 from tests.support.fakes import run_ranks
 
@@ -124,3 +124,17 @@ def test_two_sinks_on_one_folder_are_an_error(tmp_path):
         Runner(jaxcross.initialize(), instruments=sinks)
     with pytest.raises(ValueError, match="`TensorBoard` and `MetricFiles`, would write to"):
         Runner(jaxcross.initialize(), instruments=sinks[:1], metrics=tmp_path / "a")
+
+
+def test_a_tracker_of_a_run_with_checkpoints_needs_the_metrics_files(tmp_path):
+    class Tracked(Tracker):
+        service = suffix = "tracked"
+
+    with pytest.raises(ValueError, match="`Tracked` needs the metrics files of a run that has"):
+        Runner(
+            jaxcross.initialize(),
+            checkpoints=jaxcross.Checkpoints(tmp_path),
+            instruments=[Tracked()],
+        )
+    with pytest.raises(ValueError, match="`Tracked` and `Tracked`, would write to `tracked`"):
+        Runner(jaxcross.initialize(), instruments=[Tracked(), Tracked()])

@@ -2,6 +2,7 @@
 
     tracked.py jobs FOLDER [STEP wait|now]
     tracked.py sweep FOLDER
+    tracked.py unreachable FOLDER
 
 With STEP, rank 0 is killed once it has logged that step of job `a`, either right away or when
 MLflow has it.
@@ -98,7 +99,23 @@ def sweep():
     )
 
 
+def unreachable():
+    """Nothing listens on port 9 of this machine."""
+    os.environ |= {
+        "MLFLOW_TRACKING_URI": "http://localhost:9",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+        "WANDB_MODE": "online",
+        "WANDB_BASE_URL": "http://localhost:9",
+        "WANDB_API_KEY": "a" * 40,
+        "WANDB_INIT_TIMEOUT": "1",
+    }
+    with jaxcross.Runner(WORLD, instruments=TRACKERS) as runner:
+        job = runner.add("a", train, {"lr": 0.5})
+        runner.run()
+    assert (job.status, job.step) == ("ended", 12)
+
+
 LAST, HOW = (int(sys.argv[3]), sys.argv[4]) if len(sys.argv) > 3 else (-1, "")
 MLflow.open_run = watched(MLflow.open_run)
 TRACKERS = [WandB("project"), MLflow("experiment")]
-{"jobs": jobs, "sweep": sweep}[sys.argv[1]]()
+{"jobs": jobs, "sweep": sweep, "unreachable": unreachable}[sys.argv[1]]()

@@ -107,3 +107,13 @@ def test_trials_are_grouped_and_their_ends_reported(mpirun, tmp_path, quick_comp
         assert offline["exit"] == 0 and run.info.status == "FINISHED"
         statuses.add(run.data.tags["jaxcross.status"])
     assert statuses == {"ended", "pruned"}
+
+
+def test_a_job_ends_well_if_no_service_can_be_reached(mpirun, tmp_path, quick_compiler) -> None:
+    ended = mpirun(1, CASE, "unreachable", str(tmp_path), env=quick_compiler)
+    ended.check()
+    for service in ("W&B", "MLflow"):
+        assert f"Metrics of job `a` do not reach {service}: " in ended.stderr
+        assert (
+            f"{service} may lack the last metrics of this run: 15 of them had not" in ended.stderr
+        )
