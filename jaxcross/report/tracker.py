@@ -304,9 +304,9 @@ def plain_values(value: Any) -> Any:
     if isinstance(value, Mapping):
         found = {str(key): plain_values(each) for key, each in value.items()}
         return {key: each for key, each in found.items() if each is not _OTHER}
-    if isinstance(value, list | tuple) and len(value) <= _LONGEST_LIST:
-        each = [plain_values(each) for each in value]
-        return _OTHER if any(one is _OTHER for one in each) else each
+    if isinstance(value, list | tuple):
+        plain = [plain_values(each) for each in value] if len(value) <= _LONGEST_LIST else [_OTHER]
+        return _OTHER if _OTHER in plain else plain
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     return value if value is None or isinstance(value, bool | int | float | str) else _OTHER
