@@ -39,7 +39,7 @@ class MLflow(Tracker):
     `jaxcross.status`.
 
     Metrics are sent by a separate thread, so the job never waits for MLflow, and doesn't fail if
-    MLflow can't be reached. The end of the run waits for at most 60 s.
+    MLflow can't be reached. The end of the run waits for at most three minutes.
 
     Everything else is configured by MLflow's own environment variables, such as
     `MLFLOW_TRACKING_URI`, or by `mlflow.set_tracking_uri`.

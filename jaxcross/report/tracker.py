@@ -33,7 +33,7 @@ from jaxcross.report.metric_files import as_logged, file_name, flatten_metrics
 
 _log = logging.getLogger("jaxcross")
 _RETRY_S = 60  # the least time between two attempts to reach a service that has failed
-_PATIENCE_S = 60  # how long the end of a run waits for the remaining metrics to be sent
+_PATIENCE_S = 180  # how long the end of a run waits for the rest; less than a stalled rank may take
 
 _LONGEST_LIST = 100  # a longer list is more likely to be data than a hyperparameter
 
@@ -216,7 +216,7 @@ class Tracker(Instrument):
             self._todo.put(known)
 
     def close(self) -> None:
-        """Waits until all metrics have been sent, for 60 s at most. Called at the run's end."""
+        """Waits until all metrics have been sent, for three minutes at most. Called at the run's end."""
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is None:

@@ -27,7 +27,7 @@ class WandB(Tracker):
     one group. When the job ends, its status is in the summary, as `jaxcross/status`.
 
     Metrics are sent by a separate thread, so the job never waits for W&B, and doesn't fail if W&B
-    can't be reached. The end of the run waits for at most 60 s.
+    can't be reached. The end of the run waits for at most three minutes.
 
     Everything else is configured by W&B's own environment variables, such as `WANDB_ENTITY`,
     `WANDB_DIR` and `WANDB_MODE=offline`. If an offline job is resumed, W&B creates a new folder for
