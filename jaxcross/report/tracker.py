@@ -216,7 +216,7 @@ class Tracker(Instrument):
             self._todo.put(known)
 
     def close(self) -> None:
-        """Waits until all metrics have been sent, for three minutes at most. Called at the run's end."""
+        """Waits until all is sent, for three minutes at most. Called at a run's end."""
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is None:
