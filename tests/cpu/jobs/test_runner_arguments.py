@@ -381,7 +381,7 @@ def test_shares_are_numbers_in_order(wrong: Any) -> None:
         match=r"^`Weighted` takes a number for each job, as in `Weighted\(\(4, 1\)\)`, ",
     ):
         jaxcross.Weighted(wrong)
-    with pytest.raises(TypeError, match=r"^`Weighted` takes a share .*`joining='2'`\.$"):
+    with pytest.raises(TypeError, match=r"^`Weighted` takes a number .*`joining='2'`\.$"):
         jaxcross.Weighted((4, 1), joining="2")  # type: ignore[arg-type]
 
 
