@@ -71,8 +71,9 @@ vote sends few bytes, so only latency matters. The cost of votes becomes noticea
 less than about 20 ms.
 """
 ALIKE = 1.05
-"""Ranks count as equally fast if the slowest of them computes at most this many times as long as
-the fastest. Repeated measurements of the same rank differ by about as much.
+"""Ranks count as equally fast if a step that takes the slowest rank's time in each segment computes
+at most this many times as long as on the fastest rank. Repeated measurements of the same rank
+differ by about as much.
 """
 MOST_RANKS = 8
 """Maximum number of ranks to simulate if they aren't equally fast."""
@@ -325,9 +326,13 @@ def _simulated_ranks(profiles: Sequence[Profile]) -> tuple[int, ...]:
 
 
 def _is_unlike(profile: Profile) -> bool:
-    """Whether some ranks compute this job's step clearly more slowly than others."""
+    """Whether some rank computes this job's step clearly faster than `seconds` say.
+
+    Those are each segment's slowest rank. Even if all ranks take equally long for the whole step,
+    they may be slow in different segments.
+    """
     times_s = profile.rank_compute_s
-    return bool(times_s) and max(times_s) > ALIKE * min(times_s)
+    return bool(times_s) and profile.compute_s > ALIKE * min(times_s)
 
 
 def _simulation(

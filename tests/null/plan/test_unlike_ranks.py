@@ -75,6 +75,17 @@ def test_every_segment_waits_for_its_own_slowest_rank() -> None:
     assert predict([job], vote_s=0.0).rounds.period_s == pytest.approx(0.7)
 
 
+def test_ranks_that_are_slow_in_different_segments_are_simulated_separately() -> None:
+    """Both ranks compute for 0.4 s per step, and two jobs keep each rank busy all the time."""
+    times = ((0.3, M, 0.1, M, 0.0), (0.1, M, 0.3, M, 0.0))
+    slowest = (0.3, M, 0.3, M, 0.0)
+    jobs = [
+        Profile(name=name, graph=IN_TWO, seconds=slowest, ranks=2, rank_seconds=times)
+        for name in "ab"
+    ]
+    assert predict(jobs, vote_s=0.0, steps=50).rounds.period_s == pytest.approx(0.8)
+
+
 def test_a_slow_rank_that_hides_behind_the_link_costs_nothing() -> None:
     """Both jobs together exchange for 1 s per round, and even the slow rank computes for 0.4 s."""
     twin = predict([unlike(name, 0.1, 0.2, m=0.5) for name in "ab"], vote_s=0.0, steps=100)
