@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,14 +33,15 @@ class MachineContention:
         measured: Pairs of a rate (in Mbit/s) and the contention at that rate, in ascending order.
 
     Raises:
-        ValueError: There are no measurements, or the rates aren't positive and ascending.
+        ValueError: There are no measurements, or the rates aren't positive, finite and ascending.
     """
 
     measured: tuple[tuple[float, Contention], ...]
 
     def __post_init__(self) -> None:
         rates = [rate for rate, _ in self.measured]
-        if not rates or any(low >= high for low, high in pairwise(rates)) or rates[0] <= 0:
+        ascending = all(low < high for low, high in pairwise([0.0, *rates, math.inf]))
+        if not rates or not ascending:
             raise ValueError(
                 "contention must be measured at one or more rates above 0 Mbit/s, in ascending "
                 f"order, got {rates}"

@@ -187,6 +187,8 @@ def test_contention_is_read_back() -> None:
         ([{"mbps": 1, "compute": 0.9, "exchange": 1}], "`compute` of a contention must be"),
         ([{"mbps": 1, "compute": 1, "exchange": 1}] * 2, "ascending order"),
         ([{"mbps": 0, "compute": 1, "exchange": 1}], "ascending order"),
+        ([{"mbps": float("nan"), "compute": 1, "exchange": 1}], "ascending order"),
+        ([{"mbps": float("inf"), "compute": 1, "exchange": 1}], "ascending order"),
     ],
 )
 def test_other_contention_is_refused(points: Any, message: str) -> None:
