@@ -413,7 +413,7 @@ def _flight_recorder(processes: list[process.ProcessId], rank: int, folder: str)
     if folder:
         try:
             flight.record_to(folder)
-        except OSError as error:  # this may only affect our rank, so keep training
+        except (OSError, ValueError) as error:  # this may only affect our rank, so keep training
             _log.warning(
                 "rank %d does not record its events in `%s`, but training continues: %s. Set "
                 "`JAXCROSS_EVENTS` to a folder that it can write to.",

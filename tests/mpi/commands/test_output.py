@@ -161,3 +161,19 @@ def test_ranks_that_mpirun_starts_agree_on_rank_0s_time(mpirun, tmp_path):
     (folder,) = tmp_path.iterdir()
     assert sorted(done.stdout.splitlines()) == [f"time {folder.name}"] * 2
     assert {path.name for path in folder.iterdir()} >= {"rank-0.jsonl", "rank-1.jsonl"}
+
+
+MISSPELT = """
+import os, jaxcross
+rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+if rank == "1":
+    os.environ["JAXCROSS_EVENTS"] = "{date}"
+world = jaxcross.initialize()
+print("joined", flush=True)
+"""
+
+
+def test_a_folder_of_events_that_one_rank_misspells_holds_up_no_rank(mpirun, tmp_path):
+    done = mpirun(2, MISSPELT).check()
+    assert done.stdout.split() == ["joined"] * 2
+    assert "rank 1 does not record its events in `{date}`, but training continues" in done.stderr
