@@ -38,11 +38,10 @@ falls back to the simplest explanation that's consistent with all jobs.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
@@ -53,7 +52,7 @@ from rich.text import Text
 
 from jaxcross.interleave import Contention, Span
 from jaxcross.report import (
-    Interval,
+    Cumulated,
     Report,
     TimeBreakdown,
     Timeline,
@@ -383,8 +382,8 @@ def _rows(
     )
     for rank in sorted({span.rank for span in spans}):
         timeline = Timeline.of(rank, spans, shortest)
-        exchanging = _Cumulated(merge_intervals(chain.from_iterable(timeline.transfer.values())))
-        computing = _Cumulated(timeline.computing)
+        exchanging = Cumulated(merge_intervals(chain.from_iterable(timeline.transfer.values())))
+        computing = Cumulated(timeline.computing)
         for span in spans:
             if (
                 span.rank != rank
@@ -410,31 +409,6 @@ def _rows(
             row = _Row(seconds_alone, (span.end_ns - start - other) / 1e9, other / 1e9)
             found[0 if is_compute else 1][span.job].append(row)
     return found
-
-
-class _Cumulated:
-    """Finds by bisection how much of a time window a set of intervals covers.
-
-    We need this for every span of a run, of which there may be hundreds of thousands. Intersecting
-    each of them with the whole set would be too slow, so we compute the cumulative length of the
-    intervals once, after which a span only takes two lookups.
-    """
-
-    def __init__(self, intervals: Sequence[Interval]) -> None:
-        self._starts = [start for start, _ in intervals]
-        self._intervals = intervals
-        self._before = [0, *accumulate(end - start for start, end in intervals)]
-
-    def within(self, start: int, end: int) -> int:
-        """Returns how much of the time from `start` to `end` the intervals cover."""
-        return self._until(end) - self._until(start)
-
-    def _until(self, moment: int) -> int:
-        index = bisect_right(self._starts, moment)
-        if not index:
-            return 0
-        start, end = self._intervals[index - 1]
-        return self._before[index - 1] + min(moment, end) - start
 
 
 def _scaled(

@@ -36,7 +36,7 @@ from jaxcross.report.wandb_tracker import WandB
 if TYPE_CHECKING:  # not public, for jaxcross's other folders
     from jaxcross.report.event_files import RankRecord, SavedPart, read_event_files
     from jaxcross.report.gantt import draw_gantt
-    from jaxcross.report.intervals import Interval, merge_intervals
+    from jaxcross.report.intervals import Cumulated, merge_intervals
     from jaxcross.report.metric_files import MetricFiles, as_logged, flatten_metrics, is_of
     from jaxcross.report.post_mortem import first_to_end, ranks_without_file
     from jaxcross.report.progress import (

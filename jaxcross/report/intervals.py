@@ -5,7 +5,10 @@ A set is a sorted list of disjoint half-open intervals `(start, end)` in nanosec
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import final
 
 Interval = tuple[int, int]
 
@@ -62,3 +65,29 @@ def subtract(left: list[Interval], right: list[Interval]) -> list[Interval]:
     if cursor < left[-1][1]:
         outside.append((cursor, left[-1][1]))
     return intersect(left, outside)
+
+
+@final
+class Cumulated:
+    """Finds by bisection how much of a time window a set of intervals covers.
+
+    We need this for every span of a run, of which there may be hundreds of thousands. Intersecting
+    each of them with the whole set would be too slow, so we compute the cumulative length of the
+    intervals once, after which a span only takes two lookups.
+    """
+
+    def __init__(self, intervals: Sequence[Interval]) -> None:
+        self._starts = [start for start, _ in intervals]
+        self._intervals = intervals
+        self._before = [0, *accumulate(end - start for start, end in intervals)]
+
+    def within(self, start: int, end: int) -> int:
+        """Returns how much of the time from `start` to `end` the intervals cover."""
+        return self._until(end) - self._until(start)
+
+    def _until(self, moment: int) -> int:
+        index = bisect_right(self._starts, moment)
+        if not index:
+            return 0
+        start, end = self._intervals[index - 1]
+        return self._before[index - 1] + min(moment, end) - start

@@ -34,9 +34,9 @@ class SlowRank:
             rank. In an estimate or a plan, that's a share of the predicted time. In a report, it's
             the difference between this rank's bound and the median rank's, as a share of the
             measured round.
-        is_late: Whether the rank arrives late in a run for other reasons than its compute time.
-            `cost_share` is then the share of a round during which the others did nothing but wait
-            for it, averaged over them.
+        is_late: Whether the rank arrives late in a run, although its bound is about that of the
+            median rank. `cost_share` is then the share of a round during which the others did
+            nothing but wait for it, averaged over them.
 
     Raises:
         ValueError: A number is out of range.
@@ -72,9 +72,11 @@ class SlowRank:
         """
         cost = f"{share(self.cost_share)} of {of_what}"
         if self.is_late:
+            why = "though not because of its computation"
+            if self.factor >= CLEARLY:  # its computation may be one of the reasons
+                why = f"and computes {self.factor:.2f} times as long as the median rank"
             return (
-                f"Rank {self.rank} is late, though not because of its computation: the others do "
-                f"nothing but wait for it in {cost}."
+                f"Rank {self.rank} is late, {why}: the others do nothing but wait for it in {cost}."
             )
         return (
             f"Rank {self.rank} computes {self.factor:.2f} times as long as the median rank: that "

@@ -35,7 +35,14 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from jaxcross.interleave import PARAMETER_SERVER, Span
-from jaxcross.report.intervals import Interval, intersect, measure, merge_intervals, subtract
+from jaxcross.report.intervals import (
+    Cumulated,
+    Interval,
+    intersect,
+    measure,
+    merge_intervals,
+    subtract,
+)
 from jaxcross.report.slow_rank import SlowRank, slowest, waits_by_cause
 from jaxcross.report.steady_state import Stretch, at_work_together, sets_together
 from jaxcross.report.summary import BRIEF, LOST_TIME, JobSummary, JobTiming, TimeBreakdown
@@ -243,6 +250,7 @@ def break_down(
     # we can't tell its compute from its exchange. A bound computed from such spans would always
     # equal the measured round, which is no use to anyone, so we don't report any.
     served = {span.job for span in spans if span.label == PARAMETER_SERVER}
+    slow_rank = None
     if measured and not any(served & stretch.steps.keys() for stretch in part.stretches):
         # Some ranks may have more work than others. Report the bound for the mean work per rank,
         # since that's how short a round could be if the work were spread evenly. The slowest rank
@@ -250,6 +258,7 @@ def break_down(
         bound, bottleneck = _Terms.mean(list(measured.values())).bottleneck
         lost = part.lost()
         lost["imbalance"] = measured[decisive].bottleneck[0] - bound
+        slow_rank = _slow_rank(ranks, measured, spans, shortest)
     return TimeBreakdown(
         jobs=tuple(_job_timing(job, ranks, decisive, of_rank[decisive]) for job in jobs),
         period_s=part.period / 1e9 if measured else None,
@@ -264,7 +273,7 @@ def break_down(
         shared_share=_ratio(at_work_together(_at_work(of_rank[decisive])), wall),
         start_up_s=max(0, wall - measure(steady)) / 1e9,
         wall_s=wall / 1e9,
-        slow_rank=_slow_rank(ranks, measured, spans, shortest),
+        slow_rank=slow_rank,
     )
 
 
@@ -293,17 +302,15 @@ def _slow_rank(
         named = SlowRank.if_costly(slow, found[1], cost)
         if named is not None:
             return named
-    working: dict[int, list[Interval]] = {}
-    for rank in order:
-        timeline = ranks[rank].timeline
-        working[rank] = merge_intervals(
-            itertools.chain(timeline.computing, *timeline.transfer.values())
-        )
+    # With P ranks, there are about P² pairs, so each of them may only look at its own waits.
+    working = {rank: Cumulated(_working(ranks[rank].timeline)) for rank in order}
     idle: dict[int, float] = defaultdict(float)  # nanoseconds per round, summed over waiting ranks
     for (rank, cause), when in waits_by_cause(spans, shortest).items():
         if rank in terms and cause in terms:
-            alone = subtract(when, working[rank])
-            idle[cause] += sum(_inside(alone, s) / s.rounds for s in ranks[rank].stretches)
+            for s in ranks[rank].stretches:
+                during = intersect(when, [s.window])
+                busy = sum(itertools.starmap(working[rank].within, during))
+                idle[cause] += (measure(during) - busy) / s.rounds
     slow = max(idle, key=lambda cause: idle[cause], default=0)
     if not idle or idle[slow] < _MOSTLY * sum(idle.values()):
         return None
@@ -330,6 +337,11 @@ def _busiest(lanes: Mapping[int, list[Interval]], stretch: Stretch) -> list[Inte
     return max(lanes.values(), key=lambda lane: _inside(lane, stretch), default=[])
 
 
+def _working(timeline: Timeline) -> list[Interval]:
+    """Returns when the rank computed or exchanged for any job."""
+    return merge_intervals(itertools.chain(timeline.computing, *timeline.transfer.values()))
+
+
 def _inside(intervals: list[Interval], stretch: Stretch) -> int:
     return measure(intersect(intervals, [stretch.window]))
 
@@ -340,7 +352,7 @@ def _gaps(timeline: Timeline, stretch: Stretch, bottleneck: str, longest: str) -
     `longest` is the job with the longest critical path, which is the bottleneck if its name is
     `chain`.
     """
-    working = merge_intervals(itertools.chain(timeline.computing, *timeline.transfer.values()))
+    working = _working(timeline)
     late = {
         "compute": timeline.late_compute,
         "exchange": timeline.late_exchange,

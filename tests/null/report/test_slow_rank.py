@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from jaxcross.interleave import PARAMETER_SERVER
 from jaxcross.report import Report
 from jaxcross.report.time_breakdown import break_down
 from tests.support.breakdown_spans import S, facts, piece
@@ -67,6 +68,31 @@ def test_a_rank_that_is_late_without_computing_longer_is_named():
         "cost_share": 1 / 3,
         "is_late": True,
     }
+
+
+def test_a_late_rank_that_also_computes_longer_is_not_said_to_be_late_for_other_reasons():
+    """Rank 1 computes 0.1 s longer, which costs too little to be named, and enters 1.6 s later."""
+    slow = broken_down(job("a", [(0.4, 2.0)] * 5, compute=(0.4, 0.5)), "a").slow_rank
+    assert slow is not None
+    assert (slow.rank, slow.factor, slow.is_late) == (1, 1.25, True)
+    assert slow.text("a round") == (
+        "Rank 1 is late, and computes 1.25 times as long as the median rank: the others do nothing "
+        "but wait for it in 53% of a round."
+    )
+
+
+def test_a_run_with_a_parameter_server_names_none():
+    """Its ranks don't wait for each other, so a slow one doesn't hold up the others."""
+    spans = []
+    for rank in range(2):
+        for step in range(6):
+            begin, end = step * (1 + rank), (step + 0.9) * (1 + rank)
+            served = piece("collective", "a", step, begin, end, rank=rank)
+            spans += [
+                replace(served, label=PARAMETER_SERVER),
+                piece("compute", "b", step, begin, end, rank=rank),
+            ]
+    assert broken_down(spans, "a", "b", steps=6).slow_rank is None
 
 
 def test_ranks_that_are_late_in_turn_are_not_named():
