@@ -27,7 +27,15 @@ from jaxcross.world.launch_env import MPI_SETTINGS
 from rivals.cases import RANKS
 
 HERE = Path(__file__).parent
-LAUNCHED_BY_MPI = ("fused", "crossed", "crossed-mpi4py", "planned", "carried", "adapters")
+LAUNCHED_BY_MPI = (
+    "fused",
+    "crossed",
+    "crossed-mpi4py",
+    "planned",
+    "carried",
+    "adapters",
+    "swept",
+)
 WIRES = {"crossed": "mpi4jax", "crossed-mpi4py": "mpi4py"}
 """These teams run the same program, but exchange with different libraries."""
 SETTINGS = ("NPROC", "PJRT_NPROC", "OMP_NUM_THREADS", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")

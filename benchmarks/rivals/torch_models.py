@@ -12,7 +12,11 @@ from torch.nn import functional as F  # noqa: N812
 
 from rivals.cases import Spec
 
-STAGES = {"resnet8": ((1, 1, 1), 16, False), "resnet50": ((3, 4, 6, 3), 64, True)}
+STAGES = {
+    "resnet8": ((1, 1, 1), 16, False),
+    "resnet18": ((2, 2, 2, 2), 64, False),
+    "resnet50": ((3, 4, 6, 3), 64, True),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +98,15 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Maps images of shape `[batch, 3, height, width]` to logits."""
+    """Maps images of shape `[batch, 3, height, width]` to logits.
 
-    def __init__(self, name: str, classes: int) -> None:
+    `filters` replaces the model's usual number of filters in its first layer.
+    """
+
+    def __init__(self, name: str, classes: int, filters: int | None = None) -> None:
         super().__init__()
-        stages, filters, deep = STAGES[name]
+        stages, usual, deep = STAGES[name]
+        filters = usual if filters is None else filters
         self.stem = _conv(3, filters, 7, 2)
         blocks, width = [], filters
         for stage, count in enumerate(stages):
