@@ -24,10 +24,10 @@ def label(way: str, concurrent: int) -> str:
 def line(row: Mapping[str, Any]) -> str:
     """Returns the line to print once a way has run."""
     best = row["trials"][row["best"]]
+    seconds = f"{row['s']:6.0f} s, of which {row['start_up_s']:.0f} s until the first step"
     return (
-        f"repeat {row['repeat']}: {row['way']:9} {row['s']:6.0f} s, of which {row['start_up_s']:.0f} "
-        f"s start-up; {row['cpu_s']:.0f} s of CPU; best: {shown(best['params'])} after "
-        f"{best['steps']} steps"
+        f"repeat {row['repeat']}: {row['way']:9} {seconds}; {row['cpu_s']:.0f} s of CPU; "
+        f"best: {shown(best['params'])} after {best['steps']} steps"
     )
 
 
@@ -111,7 +111,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     times.set_yticks(range(len(ways)), [label(way, concurrent) for way in ways])
     times.invert_yaxis()
     times.set_xlabel("minutes (hatched: until the first step)")
-    cpu.set_xlabel("core-minutes (CPU time of all processes)")
+    cpu.set_xlabel("core-minutes")
     for axes in (times, cpu):
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.16)

@@ -1,11 +1,12 @@
-"""What do the kept results say? Writes their tables into docs/ and benchmarks/results/: no number
-is copied by hand.
+"""What do the kept results say? Writes their tables into docs/ and benchmarks/results/, and lines
+into the README: no number is copied by hand.
 
     python benchmarks/tables.py [--check] [--root FOLDER]
 
 If a page has a line `<!-- table NAME -->`, the script writes the table NAME after it, in place of
-everything up to the next blank line. If the result for that table hasn't been stored yet, it writes
-nothing there.
+everything up to the next blank line. Between the lines `<!-- line NAME -->` and `<!-- end -->`, it
+writes the item NAME of a list. If the result for that table or item hasn't been stored yet, it
+writes nothing there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -28,12 +30,16 @@ from pages import (
     plan,
     race,
     reliability,
+    sweep,
     tensor,
 )
 
 RENAMED = {"parameter_server": "sharded_optimizer", "auto": "choose_compression"}
 """Maps the names that exchanges have in older results to their present names."""
 MARK = re.compile(r"<!-- table (\S+)(?: (\S+))? -->\n(?:.+\n)*")
+LINE_MARK = re.compile(r"<!-- line (\S+) -->\n(?:.+\n)*?<!-- end -->\n")
+WIDTH = 130
+"""Columns of a line's text."""
 TABLES = (
     benchmarks.TABLES
     | race.TABLES
@@ -44,6 +50,7 @@ TABLES = (
     | carried.TABLES
     | fine_tuning.TABLES
     | installations.TABLES
+    | sweep.TABLES
 )
 
 
@@ -57,6 +64,17 @@ def table(read: Read, name: str, argument: str) -> str:
         return markdown(TABLES[name](read, argument))
     except FileNotFoundError:
         return ""
+
+
+def line(read: Read, name: str) -> str:
+    try:
+        text = sweep.LINES[name](read)
+    except FileNotFoundError:
+        return ""
+    wrapped = textwrap.wrap(
+        f"- {text}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return "".join(f"{each}\n" for each in wrapped)
 
 
 @cache
@@ -81,14 +99,21 @@ def present_names(kept: Any) -> Any:
 
 
 def filled(page: str, read: Read) -> str:
-    """Returns the page with all of its tables regenerated."""
-    return MARK.sub(lambda m: f"{m[0].splitlines()[0]}\n{table(read, m[1], m[2] or '')}", page)
+    """Returns the page with all of its tables and lines regenerated."""
+    page = MARK.sub(lambda m: f"{m[0].splitlines()[0]}\n{table(read, m[1], m[2] or '')}", page)
+    return LINE_MARK.sub(lambda m: f"<!-- line {m[1]} -->\n{line(read, m[1])}<!-- end -->\n", page)
 
 
 def pages_of(root: Path) -> list[Path]:
-    """Returns the pages that may have tables: all of docs/, and those alongside the results."""
+    """Returns the pages that may have tables or lines: all of docs/, those alongside the results,
+    and the README.
+    """
     return sorted(
-        [*(root / "docs").glob("**/*.md"), *(root / "benchmarks" / "results").glob("*.md")]
+        [
+            *root.glob("README.md"),
+            *(root / "docs").glob("**/*.md"),
+            *(root / "benchmarks" / "results").glob("*.md"),
+        ]
     )
 
 

@@ -1,4 +1,6 @@
-"""Generates the tables of docs/, with a module per page and a function per table."""
+"""Generates the tables of docs/, with a module per page and a function per table, and single lines
+of the README.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,9 @@ Read = Callable[[str], dict[str, Any]]
 
 Table = Callable[[Read, str], Iterator[tuple[str, ...]]]
 """Yields a table's rows, starting with its header, from kept results and the mark's argument."""
+
+Text = Callable[[Read], str]
+"""Returns the text of a line in a list, without its dash, from kept results."""
 
 
 def with_spread(values: Sequence[float], digits: int = 2) -> str:

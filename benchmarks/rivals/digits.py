@@ -16,8 +16,8 @@ import numpy as np
 
 SIDE = 8
 """Pixels of a digit, in each direction, before it's enlarged."""
-HELD_OUT = 128
-"""Images on which accuracy is measured. The other 1,669 are for training."""
+HELD_OUT = 288
+"""Images on which accuracy is measured. The other 1,509 are for training."""
 CLASSES = 10
 
 
@@ -39,15 +39,15 @@ class Sweep:
         momenta: Values of momentum to try, each with every learning rate.
     """
 
-    model: str = "resnet18"
-    filters: int = 32
-    image_size: int = 129
-    batch_size: int = 8
+    model: str = "resnet8"
+    filters: int = 96
+    image_size: int = 33
+    batch_size: int = 32
     every: int = 8
-    target: float = 0.95
-    limit: int = 96
-    rates: Sequence[float] = (0.02, 0.05, 0.1, 0.2)
-    momenta: Sequence[float] = (0.0, 0.6, 0.9)
+    target: float = 0.93
+    limit: int = 64
+    rates: Sequence[float] = (0.01, 0.03, 0.1, 0.3)
+    momenta: Sequence[float] = (0.0, 0.5, 0.9)
 
     def trials(self) -> list[dict[str, float]]:
         """Returns the parameters of all trials, in the order of `jaxcross.Grid`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +46,39 @@ def state_of(work: workloads.Workload, seed: int) -> Any:
         return jnp.asarray(np.full(leaf.shape, ones, leaf.dtype))  # NumPy compiles nothing
 
     return jax.tree.map_with_path(fill, jax.eval_shape(lambda: work.state(seed)))
+
+
+def he_params(shapes: Any, kernels: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
+    """Returns the first parameters of a ResNet of these shapes, the same as PyTorch begins with.
+
+    `kernels` gets the shapes of the kernels in the order of the layers, and returns the kernels.
+    Each block's own layers come before its projection.
+    """
+    leaves, tree = jax.tree.flatten_with_path(shapes)
+    names = [tuple(key.key for key in path) for path, _ in leaves]
+    order = sorted(
+        (place for place, name in enumerate(names) if name[-1] == "kernel"),
+        # The first layer's name comes after those of all others, and that of the last one is right.
+        key=lambda place: (names[place][0] != "conv_init", [_numbered(n) for n in names[place]]),
+    )
+    made = dict(zip(order, kernels([leaves[place][1].shape for place in order]), strict=True))
+
+    def fill(place: int) -> Any:
+        name, leaf = names[place], leaves[place][1]
+        if place in made:
+            return jnp.asarray(made[place])
+        # The last norm of a block has a scale of 0, so that the block begins as the identity.
+        norms = [n[1] for n in names if n[0] == name[0] and n[1].startswith("BatchNorm_")]
+        ends = bool(norms) and name[1] == max(norms)
+        return jnp.full(leaf.shape, name[-1] == "scale" and not ends, leaf.dtype)
+
+    return tree.unflatten([fill(place) for place in range(len(leaves))])
+
+
+def _numbered(name: str) -> tuple[str, int]:
+    """Returns a key by which `Block_10` comes after `Block_9`."""
+    word, _, number = name.rpartition("_")
+    return (word, int(number)) if number.isdigit() else (name, 0)
 
 
 class Compilations:

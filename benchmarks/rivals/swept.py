@@ -17,49 +17,14 @@ world = jaxcross.initialize(stall_timeout_s=900)
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
-import workloads  # noqa: E402  (makes the examples importable)
+import workloads  # noqa: E402
 from jax import lax  # noqa: E402
-from resnet import MODELS  # noqa: E402
+from resnet import MODELS  # noqa: E402  (`workloads` makes it importable)
 
-from rivals import digits  # noqa: E402
+from rivals import digits, jax_work  # noqa: E402
 from rivals.serving import arguments, serve  # noqa: E402
 
 AXIS = "batch"
-
-
-def first_params(shapes: Any) -> Any:
-    """Returns the first parameters, of these shapes. PyTorch begins with the same ones."""
-    leaves, tree = jax.tree.flatten_with_path(shapes)
-    names = [tuple(key.key for key in path) for path, _ in leaves]
-    # The first layer is named last, and the classifier is named after the blocks.
-    order = sorted(
-        (place for place, name in enumerate(names) if name[-1] == "kernel"),
-        key=lambda place: (names[place][0] != "conv_init", _numbered(names[place])),
-    )
-    made = dict(
-        zip(order, digits.kernels([leaves[place][1].shape for place in order]), strict=True)
-    )
-    norms = [name for name in names if name[-1] == "scale"]
-
-    def fill(place: int) -> Any:
-        name, leaf = names[place], leaves[place][1]
-        if place in made:
-            return jnp.asarray(made[place])
-        alike = [n for n in norms if n[0] == name[0] and n[1].startswith("BatchNorm")]
-        is_last = bool(alike) and name == max(alike)  # of its block, which begins as the identity
-        return jnp.full(leaf.shape, name[-1] == "scale" and not is_last, leaf.dtype)
-
-    return tree.unflatten([fill(place) for place in range(len(leaves))])
-
-
-def _numbered(name: tuple[str, ...]) -> tuple[Any, ...]:
-    """Returns a key by which `Block_10` comes after `Block_9`."""
-    return tuple(
-        (part.rpartition("_")[0], int(part.rpartition("_")[2]))
-        if part.rpartition("_")[2].isdigit()
-        else (part, 0)
-        for part in name
-    )
 
 
 class Trials:
@@ -99,12 +64,12 @@ class Trials:
 
     def start(self, rate: float, momentum: float) -> Any:
         """Returns the state in which a trial begins."""
-        params = first_params(self._shapes["params"])
+        params = jax_work.he_params(self._shapes["params"], digits.kernels)
         stats = jax.tree.map_with_path(
             lambda path, leaf: jnp.full(leaf.shape, path[-1].key == "var", leaf.dtype),
             self._shapes["batch_stats"],
         )
-        opt_state = self._tx.init(params)
+        opt_state: Any = self._tx.init(params)
         opt_state.hyperparams["learning_rate"] = jnp.float32(rate)
         opt_state.hyperparams["momentum"] = jnp.float32(momentum)
         return params, stats, opt_state
