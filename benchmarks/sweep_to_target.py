@@ -21,9 +21,9 @@ Each repeat runs every way once, and every other repeat goes backwards. All proc
 for each way again, so its times include imports and compilation:
   s           From the command that starts the first process to the result of the last trial.
   start_up_s  The part of it until a first step has ended.
-  cpu_s       The CPU time of all processes, from their start to their end. The time in which the
-              kernel handles packets isn't included. MPI polls while it waits, i.e. uses CPU time,
-              whereas gloo sleeps.
+  cpu_s       The CPU time of the processes on the hosts, from their start to their last result. The
+              time in which the kernel handles packets isn't included. MPI polls while it waits,
+              i.e. uses CPU time, whereas gloo sleeps.
 The hosts' processes have the same settings in all ways, as in `race.py`: one thread that computes,
 and memory that's kept. DDP gets buckets of a quarter of the model, because with its usual 25 MB, it
 couldn't overlap the exchange of such a small model with its backward pass.
@@ -36,7 +36,6 @@ without measuring anything.
 from __future__ import annotations
 
 import importlib.util
-import resource
 import tempfile
 import threading
 import time
@@ -132,8 +131,8 @@ def run(lab: Lab, sweep: digits.Sweep, way: str, args: Any) -> dict[str, Any]:
     Raises:
         RuntimeError: Fewer bytes crossed the link than the all-reduces of the trials need.
     """
-    before, cpu_before = lab.bytes_crossed(), _children_cpu_s()
-    at_once = args.concurrent if way in ("crossover", "ddp-k") else 1
+    before = lab.bytes_crossed()
+    at_once = min(args.concurrent, len(sweep.trials())) if way in ("crossover", "ddp-k") else 1
     with tempfile.TemporaryDirectory(prefix="sweep-") as folder:
         begin = time.monotonic()
         with Stage(lab, Path(folder), patience_s=args.patience) as stage:
@@ -156,18 +155,10 @@ def run(lab: Lab, sweep: digits.Sweep, way: str, args: Any) -> dict[str, Any]:
     return {
         "s": end - begin,
         "start_up_s": min(trial["first_step_s"] for trial in trials),
-        "cpu_s": _children_cpu_s() - cpu_before,
         "wire_bytes": crossed,
-        "peak_rss_bytes": found["peak_rss_bytes"],
         "best": min(range(len(trials)), key=lambda number: trials[number]["score"]),
         **found,
     }
-
-
-def _children_cpu_s() -> float:
-    """Returns the CPU time of all processes that have ended, and those that they waited for."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def _jaxcross(stage: Stage, sweep: digits.Sweep, at_once: int, smoke: bool) -> dict[str, Any]:
@@ -176,8 +167,12 @@ def _jaxcross(stage: Stage, sweep: digits.Sweep, at_once: int, smoke: bool) -> d
     first, *others = stage.ask(team, "sweep", concurrent=at_once)
     if any(_outcome(each["trials"]) != _outcome(first["trials"]) for each in others):
         raise RuntimeError("The ranks do not have the same losses, accuracies and states.")
-    keys = ("parameters", "trials", "account")
-    return {**{key: first[key] for key in keys}, "peak_rss_bytes": first["peak_rss_bytes"]}
+    if first["best"] != min(range(len(first["trials"])), key=lambda n: first["trials"][n]["score"]):
+        raise RuntimeError(f"`jaxcross.sweep` says that trial {first['best']} is the best one.")
+    return {
+        **{key: first[key] for key in ("parameters", "peak_rss_bytes", "account", "trials")},
+        "cpu_s": sum(each["total_cpu_s"] for each in (first, *others)),
+    }
 
 
 def _outcome(trials: list[dict[str, Any]]) -> list[Any]:
@@ -192,30 +187,27 @@ def _ddp(stage: Stage, sweep: digits.Sweep, at_once: int, smoke: bool) -> dict[s
     parameters = sweep.trials()
     numbers, lock = iter(range(len(parameters))), threading.Lock()
     trials: list[dict[str, Any]] = [{} for _ in parameters]
-    held: list[int] = []
-    model_sizes: set[int] = set()
+    last: list[list[dict[str, Any]]] = [[] for _ in range(at_once)]
 
     def lane(place: int) -> None:
         with lock:  # one after the other, since a stage can't tell two teams that say hello apart
             team = stage.start("swept_ddp", "digits", job=place, smoke=smoke)
-        peak = 0
         while (number := next(numbers, None)) is not None:
-            first, *_ = stage.ask(team, "trial", **parameters[number])
-            peak = max(peak, first["peak_rss_bytes"])
-            trials[number] = {
-                "params": parameters[number],
-                **{
-                    key: first[key]
-                    for key in ("steps", "score", "begin", "first_step", "end", "curve")
-                },
-            }
-            model_sizes.add(first["parameters"])
-        held.append(peak)
+            last[place] = stage.ask(team, "trial", **parameters[number])
+            first = last[place][0]
+            kept = ("steps", "score", "begin", "first_step", "end", "curve")
+            trials[number] = {"params": parameters[number], **{key: first[key] for key in kept}}
 
     with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(lane, range(at_once)))
-    (size,) = model_sizes
-    return {"parameters": size, "trials": trials, "peak_rss_bytes": sum(held)}
+    # If the other lanes took all trials while a lane was still starting, it has no answers.
+    hosts = [answers[0] for answers in last if answers]
+    return {
+        "parameters": hosts[0]["parameters"],
+        "peak_rss_bytes": sum(each["peak_rss_bytes"] for each in hosts),
+        "cpu_s": sum(each["total_cpu_s"] for answers in last for each in answers),
+        "trials": trials,
+    }
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     cpu.set_xlabel("core-minutes")
     for axes in (times, cpu):
         axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(x=0.16)
+        axes.margins(x=0.2)
     trials, target = len(result["sweep"]["trials"]), result["sweep"]["target"]
     figure.suptitle(
         f"How long does a sweep of {trials} trials to an accuracy of {target:.0%} take?",

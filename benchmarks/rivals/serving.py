@@ -141,6 +141,12 @@ def take_back() -> None:
                 madvise(page, LARGE_PAGE, MADV_COLLAPSE)
 
 
+def total_cpu_s() -> float:
+    """Returns the CPU time that this process has taken so far, with the children it waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
 def softirq_s() -> float:
     """Returns the seconds that the kernel has spent on packets and other soft interrupts.
 

@@ -22,7 +22,7 @@ from jax import lax  # noqa: E402
 from resnet import MODELS  # noqa: E402  (`workloads` makes it importable)
 
 from rivals import digits, jax_work  # noqa: E402
-from rivals.serving import arguments, serve  # noqa: E402
+from rivals.serving import arguments, serve, total_cpu_s  # noqa: E402
 
 AXIS = "batch"
 
@@ -104,6 +104,7 @@ class Trials:
             raise RuntimeError(f"{len(failed)} trials did not finish. The first: {failed[:1]}")
         return {
             "parameters": self.parameters,
+            "total_cpu_s": total_cpu_s(),
             "best": result.best.number,
             "trials": [
                 {

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rivals import digits, torch_models
 from rivals.cases import RANKS
-from rivals.serving import arguments, serve
+from rivals.serving import arguments, serve, total_cpu_s
 
 BUCKETS = 4
 """With DDP's usual buckets of 25 MB, a model of this size would have one or two, so it couldn't
@@ -98,6 +98,7 @@ def train(sweep: digits.Sweep, rank: int, rate: float, momentum: float) -> dict[
         "begin": begin,
         "first_step": first_step,
         "end": time.monotonic(),
+        "total_cpu_s": total_cpu_s(),
         "curve": curve,
     }
 
