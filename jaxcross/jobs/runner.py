@@ -530,7 +530,7 @@ class Runner:
                     f"Ranks 0 and {rank} want to run different things: {texts[0]} and {text}. Add "
                     "the same jobs in the same order, with the same policy, checkpoints, "
                     "`metrics` and emulated link, on every rank. "
-                    "See docs/reference/limits.md#jobs."
+                    "See docs/reference/limits-jobs.md#jobs."
                 )
 
     def _begin_files(self, name: str, step: int, *, without: str = "") -> list[dict[str, Any]]:

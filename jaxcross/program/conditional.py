@@ -234,7 +234,7 @@ def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
             f"{compat.source_of(exchange)}: the host cannot know the predicate in advance, so a "
             "rank that does not take the branch runs it on zeros, and the loop might then never "
             "end. Use `lax.scan`, or a predicate that depends on counters alone. "
-            "See docs/reference/limits.md#conditionals."
+            "See docs/reference/limits-steps.md#conditionals."
         )
     # Callbacks inside a `while` loop are fine, because the check above has made sure that ranks
     # vote before each iteration. On a rank that doesn't take the branch, all operands are zeros, so
@@ -245,7 +245,7 @@ def _check_exchange(flat: Emitter, exchange: compat.Equation) -> None:
             f"{compat.source_of(exchange)}: a rank that does not take the branch runs the loop on "
             "zeros, which would make the callback. Move the callback out of the loop, or use a "
             "predicate that depends on counters alone. "
-            "See docs/reference/limits.md#conditionals."
+            "See docs/reference/limits-steps.md#conditionals."
         )
 
 

@@ -68,7 +68,7 @@ class Flattener(Emitter):
                 f"`{name}` on a mutable array cannot be cut at {compat.source_of(eqn)}: the "
                 "segments of a step can pass values to each other, but no mutable arrays. Use "
                 "`jax.new_ref` inside a `jax.jit` without exchanges, or inside a loop. "
-                "See docs/reference/limits.md#the-step."
+                "See docs/reference/limits-steps.md#the-step."
             )
         if name in _NO_OPS:
             return args

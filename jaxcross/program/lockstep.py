@@ -484,7 +484,7 @@ class _Rewriter:
                 "named axes, and ranks may take different branches: their exchanges would be "
                 "mixed up. Let all ranks take the same branch, e.g. by `jax.lax.pmax(predicate, "
                 "axis)`, or move the calls or the exchanges out of it. "
-                "See docs/reference/limits.md#steps-that-call-mpi4jax."
+                "See docs/reference/limits-steps.md#steps-that-call-mpi4jax."
             )
         _check_no_refs(eqn)
         types = [*map(compat.array_type, eqn.outvars), jax.ShapeDtypeStruct((), jnp.int32)]
@@ -525,14 +525,14 @@ def _check_no_refs(eqn: Equation) -> None:
             "take the branch runs it as well, for the sake of the exchange, and would write to the "
             "array. Let the branch return the array as a value, or let all ranks take the "
             "same branch, e.g. by `jax.lax.pmax(predicate, axis)`. "
-            "See docs/reference/limits.md#loops."
+            "See docs/reference/limits-steps.md#loops."
         )
     raise CutError(
         f"the loop at {compat.source_of(eqn)} exchanges, writes to a mutable array from outside of "
         "it, and may make a different number of iterations on each rank: a rank that has finished "
         "still runs it with the others, and would write to the array. Carry the array through the "
         "loop as a value. "
-        "See docs/reference/limits.md#loops."
+        "See docs/reference/limits-steps.md#loops."
     )
 
 
@@ -572,7 +572,7 @@ def _callback_if_active(eqn: Equation, values: list[Array], role: Role) -> Seque
             "A rank that has finished still runs the loop with the others, and would call back. "
             "Move the callback out of the loop, or let all ranks make the same number of "
             "iterations, e.g. by `jax.lax.pmax(n, axis)`. "
-            "See docs/reference/limits.md#loops."
+            "See docs/reference/limits-steps.md#loops."
         )
     zeros = lambda *_: [lax.full(t.shape, 0, t.dtype) for t in map(compat.array_type, eqn.outvars)]  # noqa: E731
     called = lambda *args: compat.bind_equation(eqn, args, eqn.params)  # noqa: E731

@@ -53,7 +53,7 @@ def _call(eqn: compat.Equation, axes: Mapping[str, int], op: str) -> compat.Equa
             f"`{op}` of random keys at {compat.source_of(eqn)} is not possible, because keys "
             "cannot be added or compared. To give all ranks the key of one rank, use "
             "`jax.lax.all_gather(key, axis)[0]`. "
-            "See docs/reference/limits.md#collectives."
+            "See docs/reference/limits-exchanges.md#collectives."
         )
 
     def call(*values: jax.Array) -> list[jax.Array]:

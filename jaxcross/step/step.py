@@ -301,7 +301,7 @@ class Step(Generic[P, R]):
                     "only runs compiled. Call it outside `disable_jit`. To look at values inside "
                     "it, use `jax.debug.print`. If its function has no exchanges, you can also "
                     "call that function under `disable_jit`. "
-                    "See docs/reference/limits.md#the-step."
+                    "See docs/reference/limits-steps.md#the-step."
                 )
             # Flax NNX objects need separate treatment. Searching the arguments for them takes
             # longer than flattening, so we only do it if the arguments have a new structure. A

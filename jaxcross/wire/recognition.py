@@ -74,7 +74,7 @@ def recognise(eqn: compat.Equation, axes: Mapping[str, int]) -> tuple[Exchange, 
             raise ExchangeError(
                 f"`{name}` over {', '.join(map(repr, ours))} cannot be made over MPI, at "
                 f"{compat.source_of(eqn)}. Instead, {remedy}. "
-                "See docs/reference/limits.md#collectives."
+                "See docs/reference/limits-exchanges.md#collectives."
             )
         return None
     foreign = [a for a in named if not isinstance(a, int) and a not in axes]

@@ -172,7 +172,7 @@ class ExchangeOwner:
                 "of the running runner, so its exchanges have no place in the order that all ranks "
                 "share. Call it directly in a job's function (`runner.add(name, fn)`) rather than "
                 "in a thread started there, or before or after `runner.run()`. "
-                "See docs/reference/limits.md#jobs."
+                "See docs/reference/limits-jobs.md#jobs."
             )
 
 

@@ -64,7 +64,7 @@ def plan_pool(
         f"{MINIMUM} are needed. A waiting exchange occupies a thread, so the ranks would "
         "deadlock. Call `jaxcross.initialize()` before the first JAX array or `jax.devices()`, or "
         f"set `{variable or 'PJRT_NPROC'}={wanted}`. "
-        "See docs/reference/limits.md#the-step."
+        "See docs/reference/limits-steps.md#the-step."
     )
 
 

@@ -13,7 +13,7 @@ from tests.support.pages import PAGES, blocks
 
 # `PLAIN` are the pages that the plain test run includes. `LONG` are those whose four ranks compile
 # for a minute; instead of these, the integration tests run examples/gpt.py on two ranks.
-PLAIN, LONG = {"README.md", "limits.md", "your-step.md"}, {"tensor-parallelism.md"}
+PLAIN, LONG = {"README.md", "limits-steps.md", "your-step.md"}, {"tensor-parallelism.md"}
 
 
 def code_of(page):
