@@ -98,6 +98,9 @@ class Runner:
             number to set the seconds between lines. The environment variable `JAXCROSS_PROGRESS`
             overrides this argument.
 
+    Attributes:
+        report: The report of the run, even if `run` raised an error after it. None until then.
+
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: `memory` isn't a number of bytes, `progress` is a number that isn't positive,
