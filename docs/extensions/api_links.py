@@ -123,7 +123,7 @@ def setup(app) -> dict[str, bool]:
                 seen.add((id(section), entry))
                 found = objects[entry]
                 own = _ancestor(literal, addnodes.desc)
-                if own is not None and found.node_id in own[0].get("ids", ()):
+                if own is not None and found.node_id in own[0]["ids"]:
                     continue
                 uri = self.app.builder.get_relative_uri(self.env.docname, found.docname)
                 link = nodes.reference("", "", internal=True, refuri=f"{uri}#{found.node_id}")

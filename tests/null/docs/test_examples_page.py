@@ -1,4 +1,4 @@
-"""Tests that the page of examples contains every script of `examples/`, as its docstring describes it.
+"""Tests that the page of examples contains every script of `examples/`, with its docstring.
 
 A script whose docstring shows how to run it has a section of its own on the page, with the text and
 the commands of its docstring, followed by its output or a picture. If a file is only imported by
