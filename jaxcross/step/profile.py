@@ -99,8 +99,9 @@ class Profile:
         shape = (len(self.rank_seconds), {len(own) for own in self.rank_seconds})
         if shape != (self.ranks, {len(self.seconds)}):
             raise ValueError(
-                f"`rank_seconds` of `{self.name}` must have one time per segment for each of its "
-                f"{self.ranks} ranks, got times for {len(self.rank_seconds)} ranks. If you changed "
+                f"`rank_seconds` of `{self.name}` must have {len(self.seconds)} times for each of "
+                f"its {self.ranks} ranks, one per segment, got rows of "
+                f"{', '.join(str(len(own)) for own in self.rank_seconds)} times. If you changed "
                 "`ranks`, pass `rank_seconds=()`"
             )
         if tuple(map(max, zip(*self.rank_seconds, strict=True))) != tuple(self.seconds):
