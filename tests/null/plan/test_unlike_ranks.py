@@ -127,8 +127,11 @@ def test_a_profile_with_its_ranks_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ranks": 3}, "for each of its 3 ranks, got times for 2 ranks"),
-        ({"rank_seconds": ((0.1, M), (0.2, M))}, "must have one time per segment"),
+        ({"ranks": 3}, "for each of its 3 ranks, one per segment, got rows of"),
+        (
+            {"rank_seconds": ((0.1, M), (0.2, M))},
+            "must have 3 times for each of its 2 ranks, one per segment, got rows of 2, 2",
+        ),
         ({"seconds": (0.3, M, 0.0)}, "`seconds` of `a` must be the maximum of `rank_seconds`"),
         ({"rank_seconds": ((-0.1, M, 0.0), (0.2, M, 0.0))}, "finite and not negative"),
     ],
