@@ -1,4 +1,4 @@
-"""The table of a whole sweep on docs/results/index.md, and its line in the README."""
+"""The table of a whole sweep on docs/results/speed.md, and its line in the README."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def line(read: Read) -> str:
             f"{_minutes(rows, 'ddp-k')} minutes side by side ({_core_minutes(rows, 'ddp')} and "
             f"{_core_minutes(rows, 'ddp-k')} core-minutes)"
         )
-    return f"{text}. {_winner(found)} See [Results](docs/results/index.md)."
+    repeats = len(of_way(rows, "one"))
+    text += "; measured once" if repeats == 1 else f"; medians of {repeats} runs"
+    return f"{text}. {_winner(found)} See [A whole sweep](docs/results/speed.md#a-whole-sweep)."
 
 
 def _minutes(rows: Sequence[Mapping[str, Any]], way: str) -> str:
