@@ -2,7 +2,7 @@
 
     python examples/lora.py
     mpirun -n 2 python examples/lora.py
-    jaxcross lab 2 --rate 100mbit -- python examples/lora.py --features 512 --layers 6
+    python -m jaxcross.lab --rate 100mbit -- mpirun -n 2 python examples/lora.py --features 512
 
 LoRA (Hu et al., arXiv 2106.09685) freezes a model and adds a low-rank product to each of its
 dense layers: `x @ kernel + x @ a @ b`. Only `a` and `b` are trained, so a step exchanges about a
