@@ -56,7 +56,7 @@ def target(code: str, entries: Collection[str]) -> str | None:
         return name
     if first == "jaxcross":
         if not _exists(name):
-            raise LookupError(f"`{code}` doesn't exist")
+            raise LookupError(f"`{code}` doesn't exist. If it isn't code, put it in quotes")
         return None
     if name in AMBIGUOUS:
         return None

@@ -36,7 +36,7 @@ class MLflow(Tracker):
     The MLflow run has the job's name, and its parameters are the arguments of the job's function,
     as far as they're numbers, strings, or lists and dicts of these. The trials of a sweep are
     children of a run that stands for the sweep. When the job ends, its status is in the tag
-    `jaxcross.status`.
+    `"jaxcross.status"`.
 
     Metrics are sent by a separate thread, so the job never waits for MLflow, and doesn't fail if
     MLflow can't be reached. The end of the run waits for at most three minutes.
