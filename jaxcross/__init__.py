@@ -20,14 +20,17 @@ While one job exchanges gradients, another one computes, so exchanges hide behin
     testing          runs a step on all ranks in one process, without MPI, and checks its results
     lab              emulates several hosts and slow links on one machine
 
+`%load_ext jaxcross` adds `%%ranks` to a notebook, which runs a cell on several ranks.
+
 Importing jaxcross starts neither MPI nor a device; that only happens when you call `initialize`.
 
 The package's folders fall into two groups. The core compiles steps (`step`, `program` and `wire`),
 runs the training loops (`jobs`, `runtime` and `interleave`), and provides what both of these need
 (`world`, `health`, `checkpoint` and `report`). The other folders build on the core: `exchange`,
 `tensor` and `server` are used in steps; `data`, `plan`, `gains` and `sweeps` are used for runs;
-`commands` and `lab` contain tools. Each folder's docstring lists its files, and its `__init__`
-provides the names that other folders use. JAX's private names are only used in `_jax_compat`.
+`commands`, `notebook` and `lab` contain tools. Each folder's docstring lists its files, and its
+`__init__` provides the names that other folders use. JAX's private names are only used in
+`_jax_compat`.
 """
 
 from typing import TYPE_CHECKING
@@ -67,6 +70,8 @@ if TYPE_CHECKING:  # the only list of public names
     from jaxcross.jobs import JobContext as JobContext
     from jaxcross.jobs import Runner as Runner
     from jaxcross.jobs import run as run
+    from jaxcross.notebook import load_ipython_extension as load_ipython_extension
+    from jaxcross.notebook import unload_ipython_extension as unload_ipython_extension
     from jaxcross.report import SweepResult as SweepResult
     from jaxcross.server import ParameterServer as ParameterServer
     from jaxcross.step import Step as Step

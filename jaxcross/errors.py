@@ -5,10 +5,17 @@ Invalid arguments raise Python's own `TypeError` and `ValueError`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 
-__all__ = ["CutError", "ExchangeError", "InternalError", "JobError", "MissingExtraError"]
+__all__ = [
+    "CellError",
+    "CutError",
+    "ExchangeError",
+    "InternalError",
+    "JobError",
+    "MissingExtraError",
+]
 
 _REPORT = "This is a bug in jaxcross, please report it."
 _CLOSING = {"(": ")", "[": "]", "{": "}", "`": "`"}
@@ -16,6 +23,16 @@ _CLOSING = {"(": ")", "[": "]", "{": "}", "`": "`"}
 
 def __dir__() -> list[str]:
     return [*__all__]
+
+
+class CellError(Exception):
+    """A notebook's cell has failed on some rank, or its ranks couldn't be started or have ended."""
+
+    # How a notebook shows this error: the tracebacks of the ranks instead of the kernel's own.
+    shown: Sequence[str] = ()
+
+    def _render_traceback_(self) -> list[str]:
+        return [*self.shown, f"{type(self).__name__}: {self}"]
 
 
 class CutError(Exception):

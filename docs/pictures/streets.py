@@ -33,13 +33,14 @@ FOLDERS = {
     "gains": "what sharing would gain",
     "sweeps": "trials of one function",
     "commands": "`jaxcross launch`, `demo`,\n`doctor`, ...",
+    "notebook": "cells on several ranks",
     "lab": "hosts and links to test on",
 }
 BELOW = ("world", "health", "checkpoint", "report")  # both streets use these
 GROUPS = {
     "inside a step": ("exchange", "tensor", "server"),
     "around a run": ("data", "plan", "gains", "sweeps"),
-    "tools": ("commands", "lab"),
+    "tools": ("commands", "notebook", "lab"),
 }
 
 

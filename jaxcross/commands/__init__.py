@@ -16,3 +16,21 @@ doctor        checks the installation; `doctor_hosts` checks other machines and 
               them; `post_mortem_table` shows how a run ended
 data          writes and describes data sets
 """
+
+from typing import TYPE_CHECKING
+
+from jaxcross._lazy import on_first_use
+
+if TYPE_CHECKING:  # what jaxcross's other folders use
+    from jaxcross.commands import end_with
+    from jaxcross.commands.launch import (
+        NO_MPIRUN,
+        crowded,
+        find_mpirun,
+        mpirun_command,
+        python_program,
+        shared_accelerator,
+        supervised,
+    )
+else:  # otherwise a type checker would accept any misspelt name, because of `__getattr__`
+    __getattr__, __dir__, __all__ = on_first_use(__name__)

@@ -226,7 +226,12 @@ def _launch(
     *,
     slow: bool,
 ) -> RanksCommand:
-    from jaxcross.commands.launch import mpirun_command, printed, python_program
+    from jaxcross.commands.launch import (
+        mpirun_command,
+        printed,
+        python_program,
+        shared_accelerator,
+    )
     from jaxcross.world import xla_pool
 
     emulated = f"emulated link {args.link}" if slow else "none"
@@ -241,10 +246,7 @@ def _launch(
         cores=max(1, cores // args.ranks) if lab is not None and args.ranks <= cores else cores,
         environ=os.environ,
     )
-    if Path("/dev/nvidiactl").exists() and "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ:
-        # By default, every JAX process grabs three quarters of the GPU's memory on startup. When
-        # ranks share a GPU, that wouldn't leave enough for the second.
-        extra = {**extra, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    extra = {**extra, **shared_accelerator(os.environ)}
     environ = {**os.environ, **extra}
     if lab is None:
         return RanksCommand(line=line, shown=printed(line, extra), environ=environ, link=link)

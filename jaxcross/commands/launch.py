@@ -51,6 +51,8 @@ HOLD_S = 40
 other ranks. They need 3 s to report a missing rank, or 30 s if it was on another host.
 """
 
+NO_MPIRUN = "No `mpirun` was found. Remedy: `pip install mpich`, or load your MPI module."
+
 _BY_SIGNAL = 128
 _LOOK_S = 5.0
 
@@ -173,10 +175,7 @@ def prepared(args: argparse.Namespace) -> int | Callable[[Mapping[str, str]], in
         return 2
     mpirun = find_mpirun()
     if mpirun is None:
-        print(
-            "No `mpirun` was found. Remedy: `pip install mpich`, or load your MPI module.",
-            file=sys.stderr,
-        )
+        print(NO_MPIRUN, file=sys.stderr)
         return 1
     starts_once = not args.dry_run and args.max_restarts == 0
     missing = unreachable_hosts(hosts, os.environ) if starts_once else []
@@ -632,14 +631,30 @@ def _placement(
     return ["-hosts", ",".join(hosts), "-ppn", str(share)]
 
 
-def crowded(ranks: int, cores: int) -> str:
-    """Returns a warning if there are more ranks than cores on this machine, otherwise "". Pure."""
+def shared_accelerator(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the settings that let the ranks of this machine share a GPU.
+
+    By default, every JAX process grabs three quarters of the GPU's memory on startup. If ranks
+    share a GPU, that doesn't leave enough for the second.
+    """
+    name = "XLA_PYTHON_CLIENT_PREALLOCATE"
+    return {name: "false"} if Path("/dev/nvidiactl").exists() and name not in environ else {}
+
+
+def crowded(ranks: int, cores: int, option: str = "-n") -> str:
+    """Returns a warning if there are more ranks than cores on this machine, otherwise "". Pure.
+
+    Args:
+        ranks: Number of ranks.
+        cores: Number of cores.
+        option: What the user has written before the number of ranks.
+    """
     if ranks <= cores:
         return ""
     return (
         f"{ranks} ranks share {cores} core{'s' * (cores > 1)}, so they can't all compute at the "
         "same time, and wait for one another in every exchange. The results are correct, but "
-        f"don't rely on the times. For one core per rank, use `-n {cores}`."
+        f"don't rely on the times. For one core per rank, use `{option} {cores}`."
     )
 
 

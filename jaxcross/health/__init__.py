@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # what jaxcross's other folders use
         Terminated,
         abort_everywhere,
         end_processes,
+        is_interactive,
         print_error,
         traceback_text,
     )

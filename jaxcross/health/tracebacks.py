@@ -30,9 +30,8 @@ def trim(error: BaseException) -> None:
     The exceptions that caused this error are trimmed as well. A traceback that would end up empty
     is left as it is. If the user has set `jax_traceback_filtering` to `off`, this is a no-op.
     """
-    import jax
-
-    if jax.config.values["jax_traceback_filtering"] == "off":
+    jax = sys.modules.get("jax")  # an error that came before JAX shouldn't have to wait for it
+    if jax is not None and jax.config.values["jax_traceback_filtering"] == "off":
         return
     seen: set[int] = set()
     current: BaseException | None = error

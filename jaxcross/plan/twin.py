@@ -125,7 +125,16 @@ class Prediction:
     def __repr__(self) -> str:
         jobs = plural(len(self.steps), "job")
         steps = plural(sum(self.steps), "step")
-        return f"<Prediction of {jobs}, {self.policy.name}: {steps} in {seconds(self.wall_s)}>"
+        return (
+            f"<Prediction of {jobs}, {self.policy.name}: {steps} in {seconds(self.wall_s)}; "
+            "print() shows the table>"
+        )
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+    def _repr_html_(self) -> str:
+        return self.report._repr_html_()
 
     @property
     def s_per_step(self) -> float:

@@ -12,11 +12,23 @@ from pathlib import Path
 from statistics import fmean, median, median_low
 from typing import Any, Literal, NamedTuple, Self
 
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
 from jaxcross import _schema
 from jaxcross._arguments import check_type
 from jaxcross.interleave import Span, StepGraph
 from jaxcross.jobs import JobMemory
-from jaxcross.report import Report, in_lane_order, plural, seconds, shortest_exchanges
+from jaxcross.report import (
+    Report,
+    as_html,
+    in_lane_order,
+    plural,
+    printed_text,
+    seconds,
+    shortest_exchanges,
+)
 
 FORMAT = 1
 MAX_FILE_BYTES = 10_000_000
@@ -198,8 +210,14 @@ class Profile:
         return (
             f"<Profile of `{self.name}` on {plural(self.ranks, 'rank')}: {seconds(self.compute_s)} "
             f"of computation and {seconds(self.exchange_s)} of exchange in "
-            f"{plural(len(self.seconds), 'segment')}>"
+            f"{plural(len(self.seconds), 'segment')}; print() shows the table>"
         )
+
+    def __str__(self) -> str:
+        return printed_text(_table(self))
+
+    def _repr_html_(self) -> str:
+        return as_html(_table(self))
 
     def cut_evenly(self, pieces: int) -> Self:
         """Estimates what the profile would be with the backward pass cut into equal segments.
@@ -346,6 +364,32 @@ class Profile:
             "memory": None if memory is None else JobMemory.from_data(memory),
         }
         return _schema.record({**data, **parts}, cls)
+
+
+def _table(profile: Profile) -> Group:
+    """Returns a title, and a table with one row per segment."""
+    from jaxcross.program import human_bytes  # loads JAX, which a profile doesn't need
+
+    graph = profile.graph
+    title = (
+        f"{profile.name} on {plural(profile.ranks, 'rank')}: {seconds(profile.compute_s)} of "
+        f"computation and {seconds(profile.exchange_s)} of exchange per step"
+    )
+    link = f", {profile.link}" if profile.link else ""
+    table = Table()
+    table.add_column("segment", justify="right")
+    table.add_column("kind")
+    table.add_column("time", justify="right")
+    table.add_column("bytes", justify="right")
+    nbytes = graph.nbytes or (0,) * len(graph.kinds)
+    for number, kind in enumerate(graph.kinds):
+        table.add_row(
+            str(number),
+            kind,
+            seconds(profile.seconds[number]),
+            human_bytes(nbytes[number]) if kind == "collective" else "",
+        )
+    return Group(Text(f"{title}{link}", style="bold"), table)
 
 
 class SegmentTimes(NamedTuple):

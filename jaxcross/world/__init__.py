@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # what jaxcross's other folders use
         gather,
         which_equal,
     )
-    from jaxcross.world.launch_env import MPI_SETTINGS
+    from jaxcross.world.launch_env import MPI_SETTINGS, read_rank
     from jaxcross.world.mailbox import Mailbox
     from jaxcross.world.sched_slice import ask_for_short_slices
     from jaxcross.world.start import current_world, initialize

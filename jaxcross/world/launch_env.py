@@ -22,6 +22,9 @@ _SIZES = (
     "SLURM_STEP_NUM_TASKS",
 )
 
+# The same for a rank's number. These only serve to name a rank before MPI has started.
+_RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+
 MPI_SETTINGS = {"OMPI_MCA_btl_tcp_flags": "send", "OMPI_MCA_mpi_yield_when_idle": "1"}
 """Settings that we start Open MPI with. For measurements, see `benchmarks/exchange_cost.py`.
 
@@ -46,6 +49,12 @@ def read_launch(environ: Mapping[str, str]) -> LaunchedRanks | None:
         if environ.get(name, "").isdecimal():
             return LaunchedRanks(size=int(environ[name]), variable=name)
     return None
+
+
+def read_rank(environ: Mapping[str, str]) -> int | None:
+    """Returns this rank's number, or None if the launcher's variables don't tell."""
+    text = next((environ[name] for name in _RANKS if environ.get(name, "").isdecimal()), "")
+    return int(text) if text else None
 
 
 def check_launch(launch: LaunchedRanks | None, *, world_size: int, vendor: str) -> None:

@@ -31,6 +31,7 @@ from jaxcross.health import (
     abort_everywhere,
     end_processes,
     install_interrupt,
+    is_interactive,
     print_error,
     process,
 )
@@ -198,7 +199,8 @@ def _start(
         )
     _CURRENT.append(joined)
     mark(joined)
-    if rank == 0 and launch is not None and not no_progress_wanted(os.environ):
+    unwanted = is_interactive() or no_progress_wanted(os.environ)  # a user may think for a while
+    if rank == 0 and launch is not None and not unwanted:
         StartNotice(size, joined.flight.work_begun).start()
     return joined
 

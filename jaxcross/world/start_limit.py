@@ -16,7 +16,8 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-_RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+from jaxcross.world.launch_env import read_rank
+
 # Every rank has a guard process, and the guards of all ranks except rank 0 wait this much longer.
 # Once rank 0 has been killed, `mpirun` terminates the other ranks, so the message is printed once
 # instead of once per rank.
@@ -43,10 +44,8 @@ def limited_start(size: int, limit_s: float, environ: Mapping[str, str]) -> Iter
     if size == 1:
         yield
         return
-    rank = next((environ[name] for name in _RANKS if environ.get(name, "").isdecimal()), "")
-    wait_s = min(limit_s, threading.TIMEOUT_MAX / 2) + (
-        _SPEAKER_FIRST_S if rank not in ("", "0") else 0.0
-    )
+    rank = read_rank(environ)
+    wait_s = min(limit_s, threading.TIMEOUT_MAX / 2) + (_SPEAKER_FIRST_S if rank else 0.0)
     line = [
         sys.executable,
         "-I",
@@ -72,13 +71,14 @@ def limited_start(size: int, limit_s: float, environ: Mapping[str, str]) -> Iter
         guard.wait()
 
 
-def limit_text(rank: str, size: int, limit_s: float) -> str:
-    """Returns the message for a rank that has waited too long; `rank` is "" if unknown. Pure."""
+def limit_text(rank: int | None, size: int, limit_s: float) -> str:
+    """Returns the message for a rank that has waited too long; `rank` is None if unknown. Pure."""
+    own = "a rank" if rank is None else f"rank {rank}"
     return (
-        f"jaxcross: {f'rank {rank}' if rank else 'a rank'} of {size} has waited {limit_s:g} s in "
-        "the start of MPI; all ranks end. Either the script of some rank hangs before "
-        f"`jaxcross.initialize()`, or ranks cannot reach each other. {START_CHECKS} For "
-        "start-ups that take longer, raise `initialize(stall_timeout_s=...)`."
+        f"jaxcross: {own} of {size} has waited {limit_s:g} s in the start of MPI; all ranks end. "
+        "Either the script of some rank hangs before `jaxcross.initialize()`, or ranks cannot "
+        f"reach each other. {START_CHECKS} For start-ups that take longer, raise "
+        "`initialize(stall_timeout_s=...)`."
     )
 
 

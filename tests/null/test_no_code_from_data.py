@@ -27,6 +27,9 @@ METHODS = {
     "yaml": {"load", "load_all", "full_load", "unsafe_load", "unsafe_load_all"},
     "torch": {"load"},
 }
+# A notebook's cells are code that the user has just typed, and reach the ranks through pipes in a
+# folder that only this user can read.
+EXECUTES = {"notebook/cell_rank.py": {"compile", "eval", "exec"}}
 # These are bytes to hash, and are never read back.
 WRITES_ONLY = [Path(__file__).parents[1] / "model" / "model_state.py"]
 
@@ -64,7 +67,7 @@ def test_no_module_runs_what_it_reads():
         str(path.relative_to(PACKAGE)): set(found_in(path.read_text()))
         for path in PACKAGE.rglob("*.py")
     }
-    assert found and {path: names for path, names in found.items() if names} == {}
+    assert {path: names for path, names in found.items() if names} == EXECUTES
 
 
 @pytest.mark.parametrize("path", WRITES_ONLY)

@@ -87,7 +87,10 @@ RESULTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "profile": (
         lambda: profile("a"),
-        "<Profile of `a` on 2 ranks: 200 ms of computation and 100 ms of exchange in 81 segments>",
+        (
+            "<Profile of `a` on 2 ranks: 200 ms of computation and 100 ms of exchange in 81 "
+            "segments; print() shows the table>"
+        ),
     ),
     "prediction": (
         lambda: plan.predict(
@@ -111,11 +114,7 @@ RESULTS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-SHOWN = {
-    name: make
-    for name, (make, _) in RESULTS.items()
-    if name in ("report", "sweep", "plan", "estimate", "comparison", "program")
-} | {
+SHOWN = {name: make for name, (make, _) in RESULTS.items() if name not in ("facts", "rounds")} | {
     "difference": lambda: plan.predict([profile("a"), profile("b")], steps=STEPS).difference(
         plan.predict([profile("a"), profile("b")], steps=STEPS).report
     ),

@@ -22,7 +22,7 @@ def test_a_rank_that_is_blocked_in_the_start_ends_with_a_message():
         [sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == -signal.SIGKILL
-    assert done.stderr == limit_text("0", 2, 0.1) + "\n"
+    assert done.stderr == limit_text(0, 2, 0.1) + "\n"
 
 
 @pytest.mark.parametrize("limit_s", [1000, math.inf])
@@ -43,7 +43,7 @@ def test_a_start_in_time_leaves_no_process_behind(monkeypatch, limit_s):
 
 
 def test_the_message_says_what_to_check():
-    text = limit_text("3", 4, 300)
+    text = limit_text(3, 4, 300)
     assert text.startswith(
         "jaxcross: rank 3 of 4 has waited 300 s in the start of MPI; all ranks end. "
     )
@@ -55,4 +55,4 @@ def test_the_message_says_what_to_check():
         "`initialize(stall_timeout_s=...)`",
     ):
         assert word in text
-    assert limit_text("", 4, 2.5).startswith("jaxcross: a rank of 4 has waited 2.5 s ")
+    assert limit_text(None, 4, 2.5).startswith("jaxcross: a rank of 4 has waited 2.5 s ")
