@@ -86,7 +86,8 @@ def test_line_replaces_what_its_marks_enclose() -> None:
     begin, end = "<!-- line sweep-to-target -->\n", "<!-- end -->\n"
     filled = tables.filled(f"Before.\n\n{begin}- old\n  text\n{end}- next\n", lambda _: result(ALL))
     assert filled.startswith(f"Before.\n\n{begin}- A sweep of 2 trials")
-    assert filled.endswith(f"(docs/results/speed.md#a-whole-sweep).\n{end}- next\n") and "old" not in filled
+    assert filled.endswith(f"(docs/results/speed.md#a-whole-sweep).\n{end}- next\n")
+    assert "old" not in filled
     assert max(map(len, filled.splitlines())) <= tables.WIDTH
     assert tables.filled(filled, lambda _: result(ALL)) == filled
 
