@@ -27,7 +27,7 @@ def test_the_page_about_notebooks(notebook):
     ran = None
     displayed = []
     for block in blocks(ROOT / "docs" / "howto" / "notebook.md"):
-        if block.info == "py":
+        if block.info == "ipython3":
             ran = notebook.run(block.text)
             displayed += ran.displayed
         elif block.text.startswith("CellError: "):
