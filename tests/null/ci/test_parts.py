@@ -47,7 +47,7 @@ def test_change_concerns_every_folder_above(parts, changed):
     assert {"wire", "world", "jobs", "step", "sweeps", "commands", "jaxcross"} <= due(parts)
     assert not {"interleave", "report", "docs", "examples"} & due(parts)
     changed("jaxcross/sweeps/search.py")
-    # The trackers' tests run sweeps, and a test of the documents names `jaxcross.sweep`.
+    # The tests of trackers run sweeps, and one of the documents names them.
     assert due(parts) == {"commands", "docs", "jaxcross", "report", "sweeps"}
 
 
