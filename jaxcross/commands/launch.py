@@ -525,7 +525,9 @@ def python_program(program: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", RANK, *program]
 
 
-def supervised(program: Sequence[str], *, tag: bool = False, logs: Path | None = None) -> list[str]:
+def supervised(
+    program: Sequence[str], *, tag: bool = False, logs: Path | None = None, hold_s: int = HOLD_S
+) -> list[str]:
     """Returns a command that runs a rank's command under a supervisor.
 
     If the rank dies, the supervisor keeps `mpirun` from terminating the others right away.
@@ -534,13 +536,14 @@ def supervised(program: Sequence[str], *, tag: bool = False, logs: Path | None =
         program: The command.
         tag: Whether each line of output begins with the rank.
         logs: The folder for the log files, if any.
+        hold_s: For how many seconds `mpirun` doesn't notice that a rank has died.
     """
     if sys.platform != "linux":
         return list(program)
     options = ["--tag"] * tag
     if logs is not None:
         options.append(f"--log={logs}")
-    return [sys.executable, "-I", "-S", str(SUPERVISOR), *options, str(HOLD_S), *program]
+    return [sys.executable, "-I", "-S", str(SUPERVISOR), *options, str(hold_s), *program]
 
 
 def next_attempt(logs: Path) -> Path:

@@ -28,6 +28,8 @@ from jaxcross.health import Terminated, traceback_text
 from jaxcross.world import read_rank
 
 _EXIT_S = 5.0
+_NUDGES_S = (0.05, 0.1, 0.2, 0.4)
+_NO_EFFECT = signal.SIGURG
 
 
 def main() -> None:
@@ -41,6 +43,7 @@ def main() -> None:
         os.dup2(number, own.fileno())  # also for C code, and for subprocesses
         os.close(number)
         own.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    signal.signal(_NO_EFFECT, lambda *_: None)  # an ignored signal would wake up nobody
     kernel = _Kernel(folder, rank)
     kernel.send({"ready": os.getpid()})
     namespace = _main_module()
@@ -134,6 +137,7 @@ class _Kernel:
     def __init__(self, folder: Path, rank: int) -> None:
         self._cells: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._idle = threading.Event()
         self._busy = False  # the main thread executes a cell, so a signal would interrupt it
         self._interrupted = False
         self._rank = rank
@@ -163,6 +167,7 @@ class _Kernel:
         """
         with self._lock:
             self._busy = True
+            self._idle.clear()
             if self._interrupted:
                 raise KeyboardInterrupt
 
@@ -172,20 +177,33 @@ class _Kernel:
             busy = self._busy
             self._busy = False
             self._interrupted = False
+            self._idle.set()
         if busy:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             self.send({"done": error})
 
     def _interrupt(self) -> None:
-        """Interrupts the main thread, or else the cell that it's about to execute."""
+        """Interrupts the main thread, or else the cell that it's about to execute.
+
+        We send a real signal, because that also wakes up a main thread that sleeps or waits for a
+        lock. But the wake-up is lost if the signal arrives just before the main thread falls
+        asleep, i.e. after Python has last checked for signals. That's likely to happen, since this
+        thread gets to run as soon as the main thread releases the GIL, and it does so just before
+        it waits. (In a test, it happened one time out of twelve.) So wake it up again, with a
+        signal that has no effect of its own.
+        """
+        ident = threading.main_thread().ident
+        assert ident is not None
         with self._lock:
             self._interrupted = True
-            if self._busy:
-                # A real signal, because that also wakes up a main thread that sleeps.
-                ident = threading.main_thread().ident
-                assert ident is not None
-                signal.pthread_kill(ident, signal.SIGINT)
+            if not self._busy:
+                return
+            signal.pthread_kill(ident, signal.SIGINT)
+        for wait_s in _NUDGES_S:
+            if self._idle.wait(wait_s):
+                return
+            signal.pthread_kill(ident, _NO_EFFECT)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Sends a message. Waits while the pipe is full."""

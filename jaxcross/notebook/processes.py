@@ -30,6 +30,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ BACKEND = "module://jaxcross.notebook.figures"
 
 _LOOK_S = 0.2  # how often to check that `mpirun` is alive while ranks start
 _END_S = 5.0
+# For how long `mpirun` doesn't notice that a rank is gone. We notice ourselves, and name the rank.
+_HOLD_S = 5
 _LINES = 20
 _READ_BYTES = 1 << 16  # the capacity of a pipe on Linux
 _READS = 4
@@ -123,7 +126,9 @@ class RankProcesses:
             line, extra = mpirun_command(
                 mpirun=mpirun,
                 ranks=ranks,
-                program=supervised(python_program(["-m", MODULE, str(self._folder)])),
+                program=supervised(
+                    python_program(["-m", MODULE, str(self._folder)]), hold_s=_HOLD_S
+                ),
                 root=os.geteuid() == 0,
                 cores=xla_pool.cores(),
                 environ=environ,
@@ -266,33 +271,45 @@ class RankProcesses:
 
     def _end(self, *, now: bool) -> list[Output]:
         process = self._process
+        last: list[Event] = []
         if now and process is not None:
             self.send({"end": True})
         for number in self._inputs:
             os.close(number)
         self._inputs.clear()
         if process is not None:
-            # A dead rank's supervisor keeps `mpirun` waiting, for ranks that want to report it.
+            last += self._until_closed(_END_S)
             if now or self._some_gone:
+                # The supervisor of a rank that died keeps `mpirun` waiting. We don't signal
+                # `mpirun` any earlier, because a rank that dies from SIGTERM would be such a rank.
                 process.send_signal(signal.SIGTERM)
             try:
                 process.wait(_END_S)
             except subprocess.TimeoutExpired:
                 _kill(process.pid)
                 process.wait()
-        last = [
-            event
-            for pipe in self._pipes.values()
-            if pipe.stream != "reply"
-            for event in self._outputs(pipe)
-            if isinstance(event, Output)
-        ]
+        for pipe in self._pipes.values():
+            if pipe.stream != "reply":
+                last += self._outputs(pipe)
         for pipe in self._pipes.values():
             if pipe.open:
                 self._close(pipe)
         self._selector.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-        return last
+        return [event for event in last if isinstance(event, Output)]
+
+    def _until_closed(self, limit_s: float) -> Iterator[Event]:
+        """Yields what arrives until all ranks are gone, or time is up."""
+        deadline_s = time.monotonic() + limit_s
+        replies = [pipe for pipe in self._pipes.values() if pipe.stream == "reply"]
+        while any(pipe.open for pipe in replies):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return
+            yield from self.events(min(left_s, _LOOK_S))
+            # A rank that hasn't even started doesn't close anything.
+            if self._process is not None and self._process.poll() is not None:
+                return
 
 
 @final
