@@ -81,15 +81,21 @@ class Outcome:
     def other_output(self) -> Iterator[tuple[str, str]]:
         """Yields each stream, and the text to show, of ranks that wrote something of their own.
 
-        Most programs print the same on every rank, which is only worth showing once.
+        Most programs print the same on every rank, which is only worth showing once. Of a progress
+        bar, which overwrites its line after each carriage return, only the last state is shown.
         """
         for stream in ("out", "err"):
             first = "".join(self.written[0, stream])
+            start = "" if first.endswith("\n") or not first else "\n"
             for rank in range(1, self.size):
                 text = "".join(self.written[rank, stream])
                 if text and text != first:
-                    lines = text.splitlines()
-                    yield stream, "".join(f"[rank {rank}] {line}\n" for line in lines)
+                    lines = [
+                        line.rstrip("\r").rpartition("\r")[2]
+                        for line in text.removesuffix("\n").split("\n")
+                    ]
+                    yield stream, start + "".join(f"[rank {rank}] {line}\n" for line in lines)
+                    start = ""
 
     def tracebacks(self) -> list[str]:
         """Returns the tracebacks of all failed ranks. Equal ones are shown once."""

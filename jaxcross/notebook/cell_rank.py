@@ -42,7 +42,7 @@ def main() -> None:
         number = os.open(folder / f"{rank}.{stream}", os.O_WRONLY)
         os.dup2(number, own.fileno())  # also for C code, and for subprocesses
         os.close(number)
-        own.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        own.reconfigure(encoding="utf-8", line_buffering=True)  # type: ignore[union-attr]
     signal.signal(_NO_EFFECT, lambda *_: None)  # an ignored signal would wake up nobody
     kernel = _Kernel(folder, rank)
     kernel.send({"ready": os.getpid()})
@@ -92,17 +92,22 @@ def executed(
         value = None
         if isinstance(last, ast.Expr) and not text.rstrip().endswith(";"):
             tree.body.pop()
-            exec(compile(tree, name, "exec"), namespace)
-            value = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
+            exec(_compiled(tree, name, "exec"), namespace)
+            value = eval(_compiled(ast.Expression(last.value), name, "eval"), namespace)
             namespace["_"] = value
         else:
-            exec(compile(tree, name, "exec"), namespace)
+            exec(_compiled(tree, name, "exec"), namespace)
         show(value)
     except Terminated:
         raise
     except BaseException as error:  # `SystemExit` and Ctrl-C end the cell, not the rank
         return _report(error)
     return None
+
+
+def _compiled(tree: ast.Module | ast.Expression, name: str, mode: str) -> types.CodeType:
+    # Otherwise, this file's `from __future__ import annotations` would apply to the cell as well.
+    return compile(tree, name, mode, dont_inherit=True)
 
 
 def _report(error: BaseException) -> dict[str, str]:
@@ -131,7 +136,6 @@ class _Kernel:
     Args:
         folder: The folder with the pipes.
         rank: This rank.
-
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -144,16 +148,21 @@ class _Kernel:
         self._shown: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._sending = threading.RLock()
         self._formatter: Any = None
+        self._forked = False
         self._reply = os.open(folder / f"{rank}.reply", os.O_WRONLY)
-        # A forked worker must not keep the pipe open, or the kernel wouldn't notice that this rank
-        # has ended.
-        os.register_at_fork(after_in_child=lambda: os.close(self._reply))
+        os.register_at_fork(after_in_child=self._leave)
         # Must be open before we send anything: the kernel's first reaction is to give up its own
         # reading end.
         messages = (folder / f"{rank}.in").open("rb")
         threading.Thread(
             target=self._read, args=(messages,), name="notebook-kernel", daemon=True
         ).start()
+
+    def _leave(self) -> None:
+        """Takes a process that a cell has forked out of the conversation with the kernel."""
+        self._forked = True
+        # Otherwise the kernel wouldn't notice if this rank ended before the forked process.
+        os.close(self._reply)
 
     def next_cell(self) -> dict[str, Any] | None:
         """Returns the next cell, or None if the kernel is gone. Waits, without polling."""
@@ -172,7 +181,15 @@ class _Kernel:
                 raise KeyboardInterrupt
 
     def finish(self, error: Mapping[str, str] | None) -> None:
-        """Tells the kernel that this rank has returned from a cell, unless it knows."""
+        """Tells the kernel that this rank has returned from a cell, unless it knows.
+
+        A process that the cell has forked exits here, as it would at the end of a script.
+        """
+        if self._forked:
+            if error is not None:
+                print(error["traceback"], file=sys.stderr)
+            sys.stdout.flush()
+            os._exit(int(error is not None))
         with self._lock:
             busy = self._busy
             self._busy = False
@@ -225,14 +242,18 @@ class _Kernel:
                 elif "end" in message:
                     os._exit(0)
         self._cells.put(None)
-        # The kernel is gone. If a cell still runs, `mpirun` has asked it to end, with SIGTERM.
+        # The kernel is gone, or it has no more cells. The main thread exits, unless a cell still
+        # runs, or has left behind a thread for which Python waits. If the kernel is gone, nobody
+        # else would end this process.
         threading.Event().wait(_EXIT_S)
-        if self._busy:
-            os._exit(1)
+        os._exit(1)
 
     def display(self, *objects: Any) -> None:
-        """Shows objects in the notebook, like IPython's `display`. On rank 0 only."""
-        if self._rank != 0:
+        """Shows objects in the notebook, like IPython's `display`.
+
+        Does nothing on ranks other than 0, and in processes that a cell has forked.
+        """
+        if self._rank != 0 or self._forked:
             return
         if self._formatter is None:
             self._formatter = _formatter()

@@ -26,6 +26,8 @@ rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "")
 """
 # Joins the ranks, and makes one of them wait for the other in MPI.
 JOIN = f"{NUMBER}\nfrom mpi4py import MPI\ncomm = MPI.COMM_WORLD\n"
+# A signal that arrives just before a wait begins doesn't end the wait, so there's a limit.
+WAIT = "while True: __import__('threading').Event().wait(0.1)"
 
 
 @pytest.fixture
@@ -163,6 +165,21 @@ def test_threads_can_print_and_display_between_cells(notebook):
 
 
 @pytest.mark.integration
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_process_neither_displays_nor_returns_from_the_cell(notebook):
+    forked = notebook.on_ranks(
+        "import os\npid = os.fork()\n"
+        "if pid == 0:\n    display('forked')\nelse:\n    print(os.waitpid(pid, 0)[1])"
+    ).check()
+    assert (forked.out, forked.displayed) == ("0\n", [])
+    failed = notebook.on_ranks(
+        "pid = os.fork()\nif pid == 0:\n    1 / 0\nprint(os.waitpid(pid, 0)[1] >> 8)"
+    ).check()
+    assert failed.out == "1\n"
+    assert "ZeroDivisionError" in failed.err
+
+
+@pytest.mark.integration
 def test_ranks_that_do_not_start_say_why(notebook, monkeypatch):
     module = processes.MODULE
     monkeypatch.setattr(processes, "MODULE", "jaxcross.notebook.nothing")
@@ -182,23 +199,24 @@ def test_without_mpirun_no_rank_is_started(notebook, monkeypatch):
 @pytest.mark.integration
 def test_an_interrupt_ends_the_cell(notebook):
     interrupted = notebook.on_ranks(
-        f"{NUMBER}\nimport signal, threading\n"
+        f"{JOIN}\nimport signal\ncomm.barrier()\n"
         f"if rank == 1:\n    os.kill({os.getpid()}, signal.SIGINT)\n"
-        "threading.Event().wait()"
+        f"{WAIT}"
     )
     assert isinstance(interrupted.error, CellInterrupted)
     assert "names that earlier cells defined are lost" in str(interrupted.error)
-    assert "threading.Event().wait()" in interrupted.out
+    assert "On all 2 ranks:" in interrupted.out or "On rank 1:" in interrupted.out
+    assert WAIT in interrupted.out
     assert notebook.on_ranks("print('rank' in globals())").check().out == "False\n"
 
 
 @pytest.mark.integration
 def test_a_second_interrupt_ends_ranks_that_do_not_react(notebook):
     interrupted = notebook.on_ranks(
-        f"{NUMBER}\nimport signal, threading\n"
+        f"{NUMBER}\nimport signal\n"
         f"signal.signal(signal.SIGINT, lambda *_: os.kill({os.getpid()}, signal.SIGINT))\n"
         f"if rank == 1:\n    os.kill({os.getpid()}, signal.SIGINT)\n"
-        "while True:\n    threading.Event().wait()"
+        f"{WAIT}"
     )
     assert isinstance(interrupted.error, CellInterrupted)
     assert notebook.on_ranks("print(1)").check().out == "1\n"
@@ -269,20 +287,32 @@ if busy:
 if end == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 """
+# SIGTERM doesn't end these ranks, and neither does the end of their main thread.
+STUBBORN = """
+import signal, threading
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+threading.Thread(target=threading.Event().wait).start();
+"""
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("busy", "end"),
-    [("", "exits"), ("", "killed"), ("comm.recv(source=1 - rank)", "killed")],
-    ids=["idle-exits", "idle-killed", "busy-killed"],
+    ("stubborn", "busy", "end"),
+    [
+        ("", "", "exits"),
+        ("", "", "killed"),
+        ("", "comm.recv(source=1 - rank)", "killed"),
+        (STUBBORN, "", "killed"),
+    ],
+    ids=["idle-exits", "idle-killed", "busy-killed", "stubborn-killed"],
 )
-def test_ranks_end_with_the_kernel(tmp_path, busy, end):
+def test_ranks_end_with_the_kernel(tmp_path, stubborn, busy, end):
     """Each rank holds a pipe open, which the test reads until both ranks are gone."""
     fifo = tmp_path / "held"
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    hold = f"{JOIN}\nheld = open({str(fifo)!r}, 'w')\nheld.write('x')\nheld.flush()"
+    # A bare file descriptor, which Python doesn't close before the process ends.
+    hold = f"{JOIN}\nos.write(os.open({str(fifo)!r}, os.O_WRONLY), b'x');\n{stubborn}"
     process = subprocess.Popen(
         [sys.executable, "-c", KERNEL, hold, busy, end],
         env={**os.environ, "PYTHONPATH": PATH, "IPYTHONDIR": str(tmp_path)},

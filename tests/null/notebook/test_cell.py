@@ -3,6 +3,7 @@
 import pytest
 
 from jaxcross.notebook.cell import Outcome, named
+from jaxcross.notebook.cell_rank import executed
 
 ERROR = {"error": "ValueError", "traceback": "line 2\nValueError: x"}
 OTHER = {"error": "KeyError", "traceback": "line 3\nKeyError: y"}
@@ -46,6 +47,29 @@ def test_output_is_compared_as_a_whole_and_prefixed():
         ("out", "[rank 1] a\n[rank 1] c\n"),
         ("err", "[rank 2] warning\n"),
     ]
+
+
+def test_output_after_an_incomplete_line_begins_on_a_line_of_its_own():
+    written = [(0, "out", "a"), (1, "out", "b"), (2, "out", "c\n"), (1, "err", "d")]
+    assert list(outcome(3, written=written).other_output()) == [
+        ("out", "\n[rank 1] b\n"),
+        ("out", "[rank 2] c\n"),
+        ("err", "[rank 1] d\n"),
+    ]
+
+
+def test_only_the_last_state_of_a_progress_bar_is_shown():
+    written = [(1, "err", "\r10%"), (1, "err", "\r20%\nend\r\n\nlast\r")]
+    assert list(outcome(written=written).other_output()) == [
+        ("err", "[rank 1] 20%\n[rank 1] end\n[rank 1] \n[rank 1] last\n")
+    ]
+
+
+@pytest.mark.parametrize("cell", ["class A:\n    x: int", "class A:\n    x: int\nA"])
+def test_annotations_in_a_cell_are_objects(cell):
+    namespace = {}
+    assert executed({"cell": cell, "name": "<In[1]>"}, namespace, lambda _: None) is None
+    assert namespace["A"].__annotations__ == {"x": int}
 
 
 def test_a_cell_that_succeeds_has_no_summary():
