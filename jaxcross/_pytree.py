@@ -19,6 +19,7 @@ import hashlib
 import sys
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any, TypeAlias
 
@@ -188,13 +189,17 @@ def why_not_static(leaf: Any) -> str | None:
         owner = leaf
     else:
         return "it has no `__eq__`, so a step could not tell that its attributes have changed"
-    arrays = (
-        name
-        for name, value in getattr(owner, "__dict__", {}).items()
-        if any(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(value))
-    )
-    name = next(arrays, None)
-    return None if name is None else f"its attribute `{name}` holds arrays, which JAX cannot see"
+    attributes = dict(getattr(owner, "__dict__", {}))
+    if isinstance(owner, partial):
+        attributes |= {"args": owner.args, "keywords": owner.keywords}
+    for name, value in attributes.items():
+        try:
+            leaves = jax.tree.leaves(value)
+        except Exception as error:
+            return f"its attribute `{name}` cannot be flattened ({error})"
+        if any(isinstance(x, jax.Array | np.ndarray) for x in leaves):
+            return f"its attribute `{name}` holds arrays, which JAX cannot see"
+    return None
 
 
 def is_static_leaf(leaf: object) -> bool:

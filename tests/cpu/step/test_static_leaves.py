@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -61,7 +62,9 @@ def test_nan_is_equal_to_itself_as_a_static_leaf() -> None:
     assert hash(Static(float("nan"))) == hash(Static(float("nan")))
 
 
-@pytest.mark.parametrize("leaf", [jax.nn.relu, jnp.tanh, jnp.add, len, "a", int, Layer()])
+@pytest.mark.parametrize(
+    "leaf", [jax.nn.relu, jnp.tanh, jnp.add, len, "a", int, Layer(), partial(len)]
+)
 def test_functions_texts_and_classes_can_be_static(leaf) -> None:
     assert why_not_static(leaf) is None
 
@@ -73,6 +76,9 @@ def test_functions_texts_and_classes_can_be_static(leaf) -> None:
         (object(), "it has no `__eq__`"),
         (Layer(w=jnp.ones(2)), "its attribute `w` holds arrays"),
         (Layer(w=[np.ones(2)]).__call__, "its attribute `w` holds arrays"),
+        (partial(jnp.add, np.ones(2)), "its attribute `args` holds arrays"),
+        (partial(jnp.add, y=[np.ones(2)]), "its attribute `keywords` holds arrays"),
+        (Layer(table={1: 1, "a": 2}), "its attribute `table` cannot be flattened"),
     ],
 )
 def test_leaves_whose_changes_would_go_unnoticed_cannot_be_static(leaf, reason) -> None:
