@@ -218,6 +218,8 @@ def described_static(leaf: Any) -> str:
     name = getattr(leaf, "__qualname__", None)
     if isinstance(name, str):
         return f"`{getattr(leaf, '__module__', '')}.{name}`"
+    if isinstance(leaf, frozenset):  # its order depends on the process's hash seed
+        return f"frozenset of {', '.join(sorted(map(described_static, leaf)))}"
     text = repr(leaf)
     # The default `repr` contains an address in memory.
     return f"a `{type(leaf).__name__}`" if " at 0x" in text else text

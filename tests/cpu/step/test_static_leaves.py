@@ -15,6 +15,7 @@ import pytest
 from jaxcross._pytree import (
     Static,
     StaticSplit,
+    described_static,
     forms_of,
     hold_static,
     rebuild,
@@ -83,6 +84,12 @@ def test_functions_texts_and_classes_can_be_static(leaf) -> None:
 )
 def test_leaves_whose_changes_would_go_unnoticed_cannot_be_static(leaf, reason) -> None:
     assert (why_not_static(leaf) or "").startswith(reason)
+
+
+def test_sets_are_described_in_the_same_way_whatever_their_order() -> None:
+    one, other = frozenset([0, 8]), frozenset([8, 0])
+    assert repr(one) != repr(other)
+    assert described_static(one) == described_static(other) == "frozenset of 0, 8"
 
 
 def test_split_takes_other_objects_as_unknown() -> None:
