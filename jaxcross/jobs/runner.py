@@ -378,7 +378,10 @@ class Runner:
             ValueError: There are no jobs, or `Weighted` doesn't have one share per job.
         """
         with self.world.exchange_owner.run():
-            report = self._run()
+            try:
+                report = self._run()
+            finally:
+                self._close_trackers()  # again, in case that the run has failed earlier
         if self.world.estimate_request and self._engines[0].status == JobStatus.STOPPED:
             raise SystemExit(0)  # the estimate has been printed
         return report
@@ -445,15 +448,17 @@ class Runner:
             if stopped and self.world.rank == 0:
                 folder = None if self.checkpoints is None else str(self.checkpoints.path)
                 print_error(stop_message([engine.at_stop() for engine in self._engines], folder))
-            for tracker in self._trackers:
-                tracker.close()
+            self._close_trackers()
             # If the signal arrived after all jobs had ended, the other ranks don't know about it
             # and carry on normally. There's nothing to agree on in that case; only this rank
             # raises.
             own = driver.interrupt or (held[0] if held else None)
-            ending = (
-                _agreed_exit(self.world, terminated=driver.terminated, own=own) if stopped else own
-            )
+            if stopped:
+                ending = _agreed_exit(self.world, terminated=driver.terminated, own=own)
+            else:
+                ending = own
+                with after_run(self.world, "end of the run"):
+                    _wait_for_writers(self.world)
         # A signal may still have come in after the check above, while the handlers were being
         # restored.
         if ending is None and held:
@@ -485,6 +490,7 @@ class Runner:
                     rank=self.world.rank,
                     folder=None if self._metric_files is None else self._metric_files.folder,
                     resumable=self.checkpoints is not None,
+                    stall_timeout_s=self.world.stall_timeout_s,
                 )
             if self.checkpoints is not None:
                 names = [engine.name for engine in engines]
@@ -556,6 +562,8 @@ class Runner:
             self._metric_files.close()
         if self._session is not None:
             self._session.close()
+
+    def _close_trackers(self) -> None:
         for tracker in self._trackers:
             tracker.close()
 
@@ -793,12 +801,19 @@ def _agreed_exit(world: World, *, terminated: bool, own: BaseException | None) -
         some = any_rank(world.control, terminated)
         kind = ExitKind.TERMINATED if some else ExitKind.INTERRUPTED
         world.flight.record_exit(kind, "SIGTERM" if some else "Ctrl-C")
-        # As soon as one rank exits with a nonzero code, the others are terminated, even if they're
-        # still writing their output. Wait here until everyone is done writing.
-        world.control.allreduce_min(np.zeros(1, np.int64))
+        _wait_for_writers(world)
     if own is not None and not isinstance(own, KeyboardInterrupt):
         return own  # raised by the user's own handler, so on purpose
     return SystemExit(TERMINATED) if some else KeyboardInterrupt()
+
+
+def _wait_for_writers(world: World) -> None:
+    """Waits for all ranks.
+
+    As soon as one rank exits with a nonzero code, the others are terminated, even if they're still
+    writing their output, or sending metrics to a tracker.
+    """
+    world.control.allreduce_min(np.zeros(1, np.int64))
 
 
 def raise_errors(jobs: Sequence[JobEngine], missing: JobError | None) -> None:

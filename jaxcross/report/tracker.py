@@ -20,6 +20,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,7 +34,7 @@ from jaxcross.report.metric_files import as_logged, file_name, flatten_metrics
 
 _log = logging.getLogger("jaxcross")
 _RETRY_S = 60  # the least time between two attempts to reach a service that has failed
-_PATIENCE_S = 180  # how long the end of a run waits for the rest; less than a stalled rank may take
+_PATIENCE_S = 180  # how long the end of a run waits for the rest, at most
 
 _LONGEST_LIST = 100  # a longer list is more likely to be data than a hyperparameter
 
@@ -71,6 +72,8 @@ class TrackedJob:
         earlier: The contents of `file` if it's from a run of the job that this one doesn't resume.
         file: Where to keep `saved`. None if the run can't be resumed.
         rows: What hasn't been sent yet.
+        restored: The restored step, and the names of its metrics in the metrics file. If these are
+            logged once more, e.g. by an evaluation that a kill has interrupted, they're left out.
         begun: Whether we know the step that the job resumes after.
         status: The job's final status, or "" while it's running.
         over: Whether the run has been finished, or given up.
@@ -86,6 +89,7 @@ class TrackedJob:
     earlier: dict[str, Any] = field(default_factory=dict)
     file: Path | None = None
     rows: deque[Row] = field(default_factory=deque)
+    restored: tuple[int, AbstractSet[str]] = (0, frozenset())
     begun: bool = False
     status: str = ""
     over: bool = False
@@ -121,6 +125,7 @@ class Tracker(Instrument):
         self._thread: threading.Thread | None = None  # there's none on ranks other than 0
         self._folder: Path | None = None
         self._resumable = False
+        self._patience_s = 0.0
 
     def writes_to(self) -> str:
         """Returns the service's name, since a run has at most one tracker for each service."""
@@ -135,18 +140,22 @@ class Tracker(Instrument):
 
     # Called by the runner.
 
-    def attach(self, *, rank: int, folder: Path | None, resumable: bool) -> None:
+    def attach(
+        self, *, rank: int, folder: Path | None, resumable: bool, stall_timeout_s: float
+    ) -> None:
         """Starts the tracker's thread if this is rank 0.
 
         Args:
             rank: This rank.
             folder: The folder of the metrics files, or None.
             resumable: Whether the run has checkpoints, in which case it has a folder as well.
+            stall_timeout_s: How long the other ranks wait for this one before they give up.
         """
         if rank != 0:
             return
         self._folder = folder
         self._resumable = resumable
+        self._patience_s = min(_PATIENCE_S, stall_timeout_s / 2)
         self._todo = SimpleQueue()
         # A daemon, because some service may keep this thread waiting forever, and the process has
         # to end at some point.
@@ -184,8 +193,11 @@ class Tracker(Instrument):
                 known.rows.clear()  # logged before the restored step, so the files contain them
             else:
                 known.earlier = found
-            known.rows.extendleft(
-                Row(line["step"], line["time"], as_logged(line)[1]) for line in reversed(lines)
+            earlier = [Row(line["step"], line["time"], as_logged(line)[1]) for line in lines]
+            known.rows.extendleft(reversed(earlier))
+            known.restored = (
+                step,
+                {key for row in earlier if row.step == step for key in row.values},
             )
             self._todo.put(known)
 
@@ -197,7 +209,14 @@ class Tracker(Instrument):
             known = self._job(job)
             if known.over:
                 return
-            flat = {key: unspelt(value) for key, value in flatten_metrics(values)}
+            at, names = known.restored
+            flat = {
+                key: unspelt(value)
+                for key, value in flatten_metrics(values)
+                if step != at or key not in names
+            }
+            if not flat:
+                return
             known.rows.append(Row(step, time.time(), flat))
             if known.begun:
                 self._todo.put(known)
@@ -216,13 +235,17 @@ class Tracker(Instrument):
             self._todo.put(known)
 
     def close(self) -> None:
-        """Waits until all is sent, for three minutes at most. Called at a run's end."""
+        """Waits until everything is sent, for three minutes at most. Called at a run's end.
+
+        If other ranks wouldn't wait for that long, waits for half of their `stall_timeout_s`.
+        A second call is a no-op.
+        """
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is None:
             return
         self._todo.put(None)
-        thread.join(_PATIENCE_S)
+        thread.join(self._patience_s)
         with self._lock:
             unsent = sum(len(job.rows) for job in self._jobs.values())
             unfinished = any(job.status and not job.over for job in self._jobs.values())
@@ -230,10 +253,10 @@ class Tracker(Instrument):
         if unsent or unfinished:
             _log.warning(
                 "%s may lack the last metrics of this run: %d of them had not been sent within "
-                "%d s of its end, or could not be sent. The metrics files, if any, have them all.",
+                "%g s of its end, or could not be sent. The metrics files, if any, have them all.",
                 self.service,
                 unsent,
-                _PATIENCE_S,
+                self._patience_s,
             )
 
     # In the tracker's own thread.
@@ -263,7 +286,7 @@ class Tracker(Instrument):
             job.run.write(rows)
             if status:
                 job.run.finish(status)
-        except Exception as error:
+        except BaseException as error:  # if this thread died, it would end all ranks
             self._failed(job, error)
             return
         job.failures = 0
@@ -274,7 +297,7 @@ class Tracker(Instrument):
                 job.over = True
                 self._jobs.pop(job.name, None)
 
-    def _failed(self, job: TrackedJob, error: Exception) -> None:
+    def _failed(self, job: TrackedJob, error: BaseException) -> None:
         gives_up = job.run is not None and not self.reopens
         job.run = None
         job.retry_at_s = time.monotonic() + _RETRY_S
@@ -308,7 +331,10 @@ def plain_values(value: Any) -> Any:
         plain = [plain_values(each) for each in value] if len(value) <= _LONGEST_LIST else [_OTHER]
         return _OTHER if _OTHER in plain else plain
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()
+        try:
+            value = value.item()
+        except Exception:  # e.g. a key of `jax.random`, or an array that has been donated
+            return _OTHER
     return value if value is None or isinstance(value, bool | int | float | str) else _OTHER
 
 

@@ -3,6 +3,7 @@
     tracked.py jobs FOLDER [STEP wait|now]
     tracked.py sweep FOLDER
     tracked.py unreachable FOLDER
+    tracked.py slow FOLDER
 
 With STEP, rank 0 is killed once it has logged that step of job `a`, either right away or when
 MLflow has it.
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 
 import jaxcross
 from jaxcross.report import MLflow, WandB
+from jaxcross.report.tracker import Tracker
 
 FOLDER = Path(sys.argv[2])
 FOLDER.mkdir(exist_ok=True)
@@ -115,7 +117,30 @@ def unreachable():
     assert (job.status, job.step) == ("ended", 12)
 
 
+class Slow(Tracker):
+    """Takes longer to send a job's end than the other rank takes to fail with the job's error."""
+
+    service = suffix = "slow"
+    reopens = True
+
+    def open_run(self, job):
+        return self
+
+    def write(self, rows):
+        pass
+
+    def finish(self, status):
+        threading.Event().wait(5)
+        (FOLDER / "finished").write_text(status)
+
+
+def slow():
+    with jaxcross.Runner(WORLD, instruments=[Slow()]) as runner:
+        runner.add("fails", train, {"lr": 7.0})
+        runner.run()
+
+
 LAST, HOW = (int(sys.argv[3]), sys.argv[4]) if len(sys.argv) > 3 else (-1, "")
 MLflow.open_run = watched(MLflow.open_run)
 TRACKERS = [WandB("project"), MLflow("experiment")]
-{"jobs": jobs, "sweep": sweep, "unreachable": unreachable}[sys.argv[1]]()
+{"jobs": jobs, "sweep": sweep, "unreachable": unreachable, "slow": slow}[sys.argv[1]]()

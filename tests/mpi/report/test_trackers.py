@@ -117,3 +117,9 @@ def test_a_job_ends_well_if_no_service_can_be_reached(mpirun, tmp_path, quick_co
         assert (
             f"{service} may lack the last metrics of this run: 15 of them had not" in ended.stderr
         )
+
+
+def test_a_job_that_fails_on_all_ranks_ends_its_run(mpirun, tmp_path, quick_compiler) -> None:
+    ended = mpirun(2, CASE, "slow", str(tmp_path), env=quick_compiler)
+    assert ended.returncode != 0 and "on purpose" in ended.stderr, ended
+    assert (tmp_path / "finished").read_text() == "failed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class Run:
     def __init__(self, service: Service, job: str) -> None:
         self.service, self.job = service, job
 
-    def write(self, rows: list[Row]) -> None:
+    def write(self, rows: Sequence[Row]) -> None:
         if self.service.failures > 0:
             self.service.failures -= 1
             raise ConnectionError("no route to the service.")
@@ -48,7 +49,7 @@ class Run:
 
 
 def attached(service: Service, folder: Path | None = None) -> Service:
-    service.attach(rank=0, folder=folder, resumable=folder is not None)
+    service.attach(rank=0, folder=folder, resumable=folder is not None, stall_timeout_s=300.0)
     return service
 
 
@@ -92,6 +93,22 @@ def test_a_restart_sends_the_lines_of_the_metrics_file_first(tmp_path: Path) -> 
     assert json.loads((tmp_path / "a.service.json").read_text()) == {"id": "new"}
 
 
+def test_what_a_resumed_job_logs_again_at_its_step_is_left_out(tmp_path: Path) -> None:
+    """An evaluation at the restored step is repeated if the kill came before its end was saved."""
+    service = attached(Service(), tmp_path)
+    service.begin("a", 4, [{"step": n, "time": 5.0, "eval/n": n} for n in (2, 4)])
+    service.metrics(job="a", step=4, values={"eval": {"n": 4}})
+    service.metrics(job="a", step=4, values={"eval": {"n": 4}, "late": 1})
+    service.metrics(job="a", step=6, values={"eval": {"n": 6}})
+    service.close()
+    assert [(step, values) for _, step, values in service.got] == [
+        (2, {"eval/n": 2}),
+        (4, {"eval/n": 4}),
+        (4, {"late": 1}),
+        (6, {"eval/n": 6}),
+    ]
+
+
 def test_a_failure_is_logged_once_and_everything_sent_at_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -107,8 +124,9 @@ def test_a_failure_is_logged_once_and_everything_sent_at_the_end(
     )
 
 
+@pytest.mark.parametrize("other_ranks_wait_s", [300.0, 0.02])
 def test_a_service_that_never_answers_holds_up_the_end_for_a_limited_time(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, other_ranks_wait_s: float
 ) -> None:
     released = threading.Event()
 
@@ -117,13 +135,18 @@ def test_a_service_that_never_answers_holds_up_the_end_for_a_limited_time(
             released.wait()
             return super().open_run(job)
 
-    monkeypatch.setattr(tracker, "_PATIENCE_S", 0.01)
-    service = attached(Stuck())
+    if other_ranks_wait_s > 1:
+        monkeypatch.setattr(tracker, "_PATIENCE_S", 0.01)
+    service = Stuck()
+    service.attach(rank=0, folder=None, resumable=False, stall_timeout_s=other_ranks_wait_s)
     thread = service._thread
     log(service, 1, 2)
     service.end("a", "ended")
     service.close()
-    assert "may lack the last metrics of this run: 2 of them" in caplog.text
+    assert (
+        "may lack the last metrics of this run: 2 of them had not been sent within 0.01 s of its "
+        "end" in caplog.text
+    )
     released.set()
     assert thread is not None
     thread.join()
@@ -143,13 +166,43 @@ def test_a_service_that_cannot_be_reopened_is_given_up(caplog: pytest.LogCapture
 
 def test_other_ranks_send_nothing() -> None:
     service = Service()
-    service.attach(rank=1, folder=None, resumable=False)
+    service.attach(rank=1, folder=None, resumable=False, stall_timeout_s=300.0)
     service.describe("a", {})
     service.begin("a", 0)
     log(service, 1)
     service.end("a", "ended")
     service.close()
     assert not service.opened
+
+
+def test_a_value_that_cannot_be_read_is_no_hyperparameter() -> None:
+    class Key:
+        """Raises like `jax.random.key(0)` does."""
+
+        shape = ()
+
+        def item(self) -> None:
+            raise NotImplementedError
+
+    assert plain_values({"lr": 0.1, "key": Key()}) == {"lr": 0.1}
+
+
+def test_a_service_that_exits_ends_neither_the_thread_nor_the_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Exits(Service):
+        def open_run(self, job: TrackedJob) -> TrackedRun:
+            if not self.opened:
+                self.opened.append(job)
+                raise SystemExit("no account")
+            return super().open_run(job)
+
+    service = attached(Exits())
+    log(service, 1)
+    service.end("a", "ended")
+    service.close()
+    assert "do not reach the service: SystemExit: no account." in caplog.text
+    assert service.ended == {"a": "ended"}
 
 
 def test_only_plain_values_are_hyperparameters() -> None:
