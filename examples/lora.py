@@ -86,11 +86,18 @@ def split(model):
 
 
 def adapter_of(make_model, rank):
-    """Returns the structure of a model with an adapter of this rank, and the adapter."""
-    model = make_model()
-    add_adapters(model, rank, nnx.Rngs(rank))
-    structure, adapter, _ = split(model)
-    return structure, adapter
+    """Returns the structure of a model with an adapter of this rank, and the adapter.
+
+    This takes no memory for another base: the structure is that of a model without values, and
+    `jax.jit` only computes what it returns.
+    """
+
+    def make():
+        model = make_model()
+        add_adapters(model, rank, nnx.Rngs(rank))
+        return model
+
+    return split(nnx.eval_shape(make))[0], jax.jit(lambda: split(make())[1])()
 
 
 def frozen_base(model):
