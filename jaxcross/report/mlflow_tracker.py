@@ -14,6 +14,7 @@ from jaxcross.report.tracker import Row, TrackedJob, TrackedRun, Tracker
 _MOST_METRICS = 1000  # in one request
 _MOST_PARAMS = 100
 _LONGEST_PARAM = 6000
+_LONGEST_KEY = 250
 _STATUS = {
     "ended": "FINISHED",
     "stopped early": "FINISHED",
@@ -199,14 +200,20 @@ def _params(params: Mapping[str, Any], known: Mapping[str, str]) -> Iterator[Any
     """Yields the parameters that the run doesn't have yet; MLflow refuses to change one."""
     from mlflow.entities import Param
 
-    for name, value in flatten_metrics(params):
-        if _key(name) not in known:
-            yield Param(_key(name), str(value)[:_LONGEST_PARAM])
+    values = {_key(name): str(value)[:_LONGEST_PARAM] for name, value in flatten_metrics(params)}
+    for key, value in values.items():
+        if key not in known:
+            yield Param(key, value)
 
 
 def _key(name: str) -> str:
-    """Returns a name with those characters only that MLflow allows."""
-    return re.sub(r"[^\w\-. /:]", "_", name)
+    """Returns the name in the form that MLflow allows.
+
+    That's a relative path that can't be shortened, of certain characters. A single other name would
+    make MLflow refuse everything else in the same request.
+    """
+    parts = re.sub(r"[^\w\-. /:]", "_", name).split("/")
+    return "/".join(part if part.strip(".") else "_" for part in parts)[:_LONGEST_KEY].rstrip("/")
 
 
 def _parts(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:

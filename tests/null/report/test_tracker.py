@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxcross.report import tracker
+from jaxcross.report import mlflow_tracker, tracker
 from jaxcross.report.tracker import Row, TrackedJob, TrackedRun, Tracker, plain_values
 
 
@@ -203,6 +203,21 @@ def test_a_service_that_exits_ends_neither_the_thread_nor_the_process(
     service.close()
     assert "do not reach the service: SystemExit: no account." in caplog.text
     assert service.ended == {"a": "ended"}
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("eval/top-5 acc.", "eval/top-5 acc."),
+        ("loss (train)", "loss _train_"),
+        ("/loss", "_/loss"),
+        ("a//b/", "a/_/b/_"),
+        ("./../x", "_/_/x"),
+        ("k" * 249 + "/n", "k" * 249),
+    ],
+)
+def test_mlflow_gets_names_that_it_allows(name: str, key: str) -> None:
+    assert mlflow_tracker._key(name) == key
 
 
 def test_only_plain_values_are_hyperparameters() -> None:
