@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxcross
-from jaxcross.report import MLflow, WandB
+from jaxcross.report import MLflow, WandB, tracker
 from jaxcross.report.tracker import Tracker
 
 FOLDER = Path(sys.argv[2])
@@ -29,7 +29,10 @@ os.environ |= {
     "WANDB_DIR": str(FOLDER),
     "MLFLOW_TRACKING_URI": f"sqlite:///{FOLDER / 'mlflow.db'}",
 }
-WORLD = jaxcross.initialize(stall_timeout_s=120)
+# Importing MLflow and creating its database takes more than a minute on a busy machine, and the end
+# of a run only waits for half of the stall timeout.
+WORLD = jaxcross.initialize(stall_timeout_s=1200)
+tracker._PATIENCE_S = 600
 SENT = threading.Event()
 UNSENT = {"a", "b", "fails"}
 
