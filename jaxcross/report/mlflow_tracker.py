@@ -9,7 +9,7 @@ from typing import Any, final
 
 from jaxcross.errors import require_extra
 from jaxcross.report.metric_files import flatten_metrics
-from jaxcross.report.tracker import Row, TrackedJob, TrackedRun, Tracker
+from jaxcross.report.tracker import Row, TrackedJob, TrackedRun, Tracker, check_name
 
 _MOST_METRICS = 1000  # in one request
 _MOST_PARAMS = 100
@@ -63,10 +63,7 @@ class MLflow(Tracker):
 
     def __init__(self, experiment: str) -> None:
         require_extra("mlflow", "`MLflow`", "mlflow")
-        if not isinstance(experiment, str) or not experiment:
-            raise ValueError(
-                f"`experiment` must be the name of an MLflow experiment, got {experiment!r:.60}."
-            )
+        check_name(experiment, "experiment", "an MLflow experiment")
         super().__init__()
         self._experiment = experiment
         self._parents: dict[str, _Parent] = {}  # by the name of the sweep

@@ -105,7 +105,9 @@ class TrackedJob:
 
 
 class Tracker(Instrument):
-    """Base class for trackers. Pass a tracker on every rank; only rank 0's sends anything.
+    """Base class for trackers.
+
+    Every rank must be given a tracker, but only the one on rank 0 sends anything.
 
     In a run with checkpoints, the folder of the run's metrics files must be known. It also contains
     a small file per job with the id of the job's run.
@@ -224,7 +226,12 @@ class Tracker(Instrument):
                 self.begin(job, 0)
 
     def end(self, job: str, status: str) -> None:
-        """Called after a job's last metrics. `status` is the final status, or `pruned`."""
+        """Called once a job has ended and its last metrics have been passed to `metrics`.
+
+        Args:
+            job: The job's name.
+            status: How the job ended, or `pruned`.
+        """
         with self._lock:
             known = self._jobs.pop(job, None)
             if known is None or not (known.begun or known.rows):
@@ -317,6 +324,16 @@ class Tracker(Instrument):
                 if gives_up
                 else "We keep its metrics and try again, once a minute and at the end.",
             )
+
+
+def check_name(value: Any, argument: str, what: str) -> None:
+    """Checks an argument that names a place at the service, such as a project.
+
+    Raises:
+        ValueError: It isn't a string, or it's empty.
+    """
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"`{argument}` must be the name of {what}, got {value!r:.60}.")
 
 
 def plain_values(value: Any) -> Any:

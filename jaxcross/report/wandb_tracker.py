@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, final
 
 from jaxcross.errors import require_extra
-from jaxcross.report.tracker import Row, TrackedJob, TrackedRun, Tracker
+from jaxcross.report.tracker import Row, TrackedJob, TrackedRun, Tracker, check_name
 
 _ASIDE = "superseded"
 _EXIT_CODES = {"ended": 0, "stopped early": 0, "pruned": 0}
@@ -52,8 +52,7 @@ class WandB(Tracker):
 
     def __init__(self, project: str) -> None:
         require_extra("wandb", "`WandB`", "wandb")
-        if not isinstance(project, str) or not project:
-            raise ValueError(f"`project` must be the name of a W&B project, got {project!r:.60}.")
+        check_name(project, "project", "a W&B project")
         super().__init__()
         self._project = project
 
