@@ -1,4 +1,12 @@
-"""Code shared by the scripts that tests run in separate processes."""
+"""Runs scripts in separate processes, and holds code that they share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from tests.support import warm_python
 
 RAISED = """
 def raised(call):
@@ -8,3 +16,17 @@ def raised(call):
         return f"{type(error).__name__}: {error}"
     return "nothing"
 """
+
+
+def run_to_end(code: str, timeout_s: float = 200) -> subprocess.CompletedProcess[str]:
+    """Runs a script whose last line prints `end`, and checks that it has got there."""
+    done = subprocess.run(
+        [*warm_python.COMMAND, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        check=False,
+    )
+    assert done.stdout.endswith("end\n"), done.stdout + done.stderr
+    return done

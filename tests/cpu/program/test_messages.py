@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import os
 import subprocess
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +20,7 @@ from jaxcross.program.flatten import UNROLLED
 from jaxcross.program.trace import Traced, trace
 from jaxcross.step.advice import advise
 from jaxcross.testing import LocalRanks
-from tests.support import warm_python
+from tests.support.script_text import run_to_end
 
 AXES = {"batch": 2}
 X = jnp.ones((4, 2))
@@ -338,18 +336,7 @@ print("end")
 @pytest.fixture(scope="module")
 def script() -> subprocess.CompletedProcess[str]:
     pytest.importorskip("mpi4jax")
-    root = Path(__file__).parents[3]
-    env = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [*warm_python.COMMAND, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=env,
-        check=False,
-    )
-    assert done.stdout.endswith("end\n"), done.stdout + done.stderr
-    return done
+    return run_to_end(SCRIPT, timeout_s=120)
 
 
 @pytest.mark.mostly_integration(

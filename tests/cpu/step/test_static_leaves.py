@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +24,7 @@ from jaxcross._pytree import (
 from jaxcross.exchange.validation import require_params
 from jaxcross.step.signature import describe_structures
 from jaxcross.testing import vmap_oracle
-from tests.support import warm_python
+from tests.support.script_text import run_to_end
 
 
 class Layer:
@@ -213,16 +210,7 @@ print("end")
 
 
 def test_step_traces_arrays_and_holds_other_leaves_static() -> None:
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run(
-        [*warm_python.COMMAND, "-c", CHECKS],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=env,
-        check=False,
-    )
-    assert done.stdout.endswith("end\n"), done.stdout + done.stderr
+    run_to_end(CHECKS)
 
 
 def test_vmap_oracle_takes_and_returns_static_leaves() -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import subprocess
 import threading
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +16,7 @@ from jaxcross._jax_compat import trace_context
 from jaxcross.errors import JobError
 from jaxcross.step.step import crossover
 from jaxcross.world.exchange_owner import ExchangeOwner
-from tests.support import warm_python
-from tests.support.script_text import RAISED
+from tests.support.script_text import RAISED, run_to_end
 
 CHECKS = (
     RAISED
@@ -120,17 +116,7 @@ print("end")
 @pytest.fixture(scope="module")
 def lines() -> list[str]:
     pytest.importorskip("mpi4jax")
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run(
-        [*warm_python.COMMAND, "-c", CHECKS],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=env,
-        check=False,
-    )
-    assert done.stdout.endswith("end\n"), done.stdout + done.stderr
-    return done.stdout.splitlines()
+    return run_to_end(CHECKS).stdout.splitlines()
 
 
 @pytest.mark.mostly_integration(
