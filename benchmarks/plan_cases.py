@@ -59,8 +59,8 @@ _LANGUAGE, _LARGE, _SMALL = (
     _language(2, 192, 1024),
 )
 SLOW = {25: 64, 100: 16, 200: 8}
-"""For slow links, by rate in megabits per second, the batch size with which a step of the small
-model computes for about as long as it exchanges.
+"""Maps the rate of a slow link, in Mbit/s, to a batch size for the small model. With this batch
+size, a step's computation takes about as long as its exchange.
 """
 _SLOW = {rate: _language(2, 192, 1024, batch_size) for rate, batch_size in SLOW.items()}
 PIECES = (2, 4, 8, 16)

@@ -74,8 +74,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)
     _, status = os.waitpid(child, 0)
     if output is not None:
-        # As soon as we end, `mpirun` may stop reading, so first let the rank's last lines through.
-        # A process that the rank has left behind may still hold the pipe, hence the time limit.
+        # `mpirun` may stop reading as soon as this process exits. So first wait until the output
+        # process has passed on the rank's last lines. The wait has a time limit, because a process
+        # that the rank has left behind may keep the pipe open.
         select.select([output.over], [], [], _DRAIN_S)
     deadline = time.monotonic() + stay_s
     while status != 0 and time.monotonic() < deadline and _missed(child):

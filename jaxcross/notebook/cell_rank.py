@@ -60,9 +60,9 @@ def main() -> None:
 
 
 def _main_module() -> dict[str, Any]:
-    """Makes the module that cells are executed in, and returns its names.
+    """Creates the module in which cells are executed, and returns its namespace.
 
-    It's `__main__`, as in any notebook, so that objects defined in a cell can be pickled.
+    The module is `__main__`, as in any notebook, so that objects defined in a cell can be pickled.
     """
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module

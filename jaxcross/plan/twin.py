@@ -18,11 +18,11 @@ The simulation records the same kind of spans as a real run (when each segment b
 they're analysed by the same code, so you can compare a prediction and a report number by number.
 The twin needs neither a device nor ranks.
 
-If all ranks are about equally fast, they all do the same thing at the same time, so simulating a
-single rank is enough. Otherwise, e.g. if one of them has an older GPU, each rank gets its own
-interleaver and its own compute lane, and an exchange or a vote begins when the last of them
-arrives, so the others wait for it as in a real run. The ranks' times come from the profiles, which
-hold means. So the twin can't predict how long ranks wait because of jitter.
+Ranks that are about equally fast run in lockstep, so we only simulate one of them. If a rank is
+clearly slower, e.g. because it has an older GPU, we simulate the ranks separately, each with its
+own interleaver and compute lane. As in a real run, an exchange or a vote then starts when the last
+rank arrives, and the other ranks wait for it. Profiles only contain mean times, so the twin can't
+predict how long ranks wait for each other because of jitter.
 """
 
 from __future__ import annotations
@@ -328,8 +328,8 @@ def _simulated_ranks(profiles: Sequence[Profile]) -> tuple[int, ...]:
     order = sorted(range(len(total_s)), key=lambda rank: -total_s[rank])
     if len(order) <= MOST_RANKS:
         return tuple(sorted(order))
-    # The mean over the simulated ranks has to be about that over all ranks, because the bound is
-    # computed from it. So take ranks at equal distances in the order of their speed.
+    # The bound is computed from the mean over the simulated ranks, so that mean should be close to
+    # the mean over all ranks. To get there, sort the ranks by speed and pick evenly spaced ones.
     last = len(order) - 1
     return tuple(sorted(order[round(n * last / (MOST_RANKS - 1))] for n in range(MOST_RANKS)))
 

@@ -25,6 +25,6 @@ def test_equinox_jobs_equal_solo_training_and_resume_bit_for_bit(mpirun, tmp_pat
     assert run(folder, "killed", kill_at=8).returncode != 0
     assert not (tmp_path / "killed-0.npz").exists()
     resumed = run(folder, "resumed").check()
-    # The checkpoint of step 6 may not have been complete when the rank was killed.
+    # The rank is killed at step 8, possibly before its checkpoint of step 6 is complete.
     assert re.search("job `b` resumes after step [36]\\.", resumed.stdout + resumed.stderr)
     assert arrays(tmp_path / "resumed") == arrays(tmp_path / "whole")
