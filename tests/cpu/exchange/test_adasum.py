@@ -224,6 +224,6 @@ def test_a_tree_without_elements():
 def test_messages():
     with pytest.raises(
         ValueError,
-        match=r"^the update `\['i'\]` is int32: Adasum's dot products need real floating",
+        match=r"^the update `\['i'\]` is int32, but Adasum's dot products need real floating",
     ):
         combine({"i": np.ones((2, 3), np.int32)}, 2)
