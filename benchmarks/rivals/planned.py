@@ -6,7 +6,7 @@ import itertools
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,8 @@ class Jobs:
         found = {"wall_s": max(walls) / 1e9, "ends": ends, "summary": report.summary()}
         if len(jobs) == 1:
             profile = Profile.of(report, jobs[0]["name"], mbps=mbps)
-            found["profile"] = profile.as_data()
+            # The lab's own description is of the rate that it started with.
+            found["profile"] = replace(profile, link=f"real link {mbps:g}mbit").as_data()
         return found
 
     def estimate(self, kind: str, jobs: int, contention: list[Any]) -> dict[str, Any]:
