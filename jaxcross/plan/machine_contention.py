@@ -132,11 +132,15 @@ class MachineContention:
 
 TWO_CORES = MachineContention(
     measured=(
+        (25.0, Contention(compute=1.03, exchange=1.0)),
+        (100.0, Contention(compute=1.03, exchange=1.0)),
+        (200.0, Contention(compute=1.04, exchange=1.05)),
         (500.0, Contention(compute=1.15, exchange=1.05)),
         (1000.0, Contention(compute=1.20, exchange=1.12)),
         (2000.0, Contention(compute=1.37, exchange=1.22)),
     )
 )
 """The contention of two-core machines, measured with a ResNet-50 step running alongside exchanges
-of the model's 102 MB, with MPICH and one core per host (`benchmarks/exchange_cost.py`).
+of the model's 102 MB, with MPICH and one core per host (`benchmarks/exchange_cost.py`). At 25
+Mbit/s, the exchanges were shorter (`benchmarks/plan.py`).
 """
