@@ -2,13 +2,8 @@
 
 from html import escape
 
-PREFORMATTED = (
-    '<pre style="white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace">'
-    "{code}</pre>"
-)
-"""A template for text whose columns should stay aligned. Fill in HTML as `code`."""
-
 
 def preformatted(text: str) -> str:
-    """Converts plain text to HTML that preserves line breaks and spaces."""
-    return PREFORMATTED.format(code=escape(text))
+    """Converts plain text to HTML that preserves line breaks, spaces and aligned columns."""
+    style = "white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace"
+    return f'<pre style="{style}">{escape(text)}</pre>'

@@ -7,7 +7,8 @@ time_breakdown   what a run achieved against its bound, and where the rest went;
                  `intervals`
 slow_rank        `SlowRank`: the rank that holds up the others
 report           `Report`: a run on all its ranks, saved and loaded
-table            the table at the end; `units` formats its numbers
+table            the table at the end; `units` formats its numbers, `html_table` converts it for
+                 notebooks
 compare          `Comparison` of two ways to run the same jobs
 gantt            the lanes as a picture
 chrome           the run as a trace for Perfetto
@@ -36,6 +37,7 @@ from jaxcross.report.wandb_tracker import WandB
 if TYPE_CHECKING:  # not public, for jaxcross's other folders
     from jaxcross.report.event_files import RankRecord, SavedPart, read_event_files
     from jaxcross.report.gantt import draw_gantt
+    from jaxcross.report.html_table import as_html
     from jaxcross.report.intervals import Cumulated, merge_intervals
     from jaxcross.report.metric_files import MetricFiles, as_logged, flatten_metrics, is_of
     from jaxcross.report.post_mortem import first_to_end, ranks_without_file
@@ -53,7 +55,7 @@ if TYPE_CHECKING:  # not public, for jaxcross's other folders
     from jaxcross.report.run_state import RunState, read_run, read_state
     from jaxcross.report.slow_rank import slowest
     from jaxcross.report.sweep_result import SweepResult, SweepTrial
-    from jaxcross.report.table import as_html, printed_text, screen_width
+    from jaxcross.report.table import printed_text, screen_width
     from jaxcross.report.time_breakdown import break_down
     from jaxcross.report.timeline import Timeline, in_lane_order, shortest_exchanges
     from jaxcross.report.tracker import Tracker

@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxcross.errors import quoted
+from jaxcross.report.html_table import as_html
 from jaxcross.report.summary import LOST_TIME, JobTiming, TimeBreakdown
-from jaxcross.report.table import WIDTH, a_round, as_html, cells, printed_text, totals, unit
+from jaxcross.report.table import WIDTH, a_round, cells, printed_text, totals, unit
 from jaxcross.report.units import seconds, share
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from jaxcross._schema import record, spelt, unspelt
 from jaxcross.errors import clause
 from jaxcross.interleave import Span
+from jaxcross.report.html_table import as_html
 from jaxcross.report.record import SPAN_FIELDS, clock_offsets, from_rows, shifted, to_rows
 from jaxcross.report.summary import JobSummary, TimeBreakdown
-from jaxcross.report.table import as_html, printed_text, render
+from jaxcross.report.table import printed_text, render
 from jaxcross.report.time_breakdown import break_down
 from jaxcross.report.units import plural, seconds
 

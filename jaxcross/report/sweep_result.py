@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxcross.errors import first_line, require_extra, shortened
-from jaxcross.report.table import as_html, printed_text
+from jaxcross.report.html_table import as_html
+from jaxcross.report.table import printed_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

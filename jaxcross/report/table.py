@@ -15,7 +15,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from jaxcross._endings import JobStatus
-from jaxcross._html import PREFORMATTED
 from jaxcross.errors import first_line
 from jaxcross.report.summary import BRIEF, LOST_TIME, JobTiming, TimeBreakdown
 from jaxcross.report.units import number, seconds, share
@@ -52,16 +51,6 @@ def printed_text(group: Group, most: int = WIDTH) -> str:
         else:
             console.print(each)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
-
-def as_html(group: Group) -> str:
-    """Renders as HTML for a notebook, where a wide table can be scrolled."""
-    console = Console(
-        file=io.StringIO(), width=1000, record=True, force_terminal=False, force_jupyter=False
-    )
-    for each in group.renderables:
-        console.print(each, width=None if isinstance(each, Table) else WIDTH)
-    return console.export_html(code_format=PREFORMATTED, inline_styles=True)
 
 
 def _narrow(table: Table, width: int) -> list[Table]:

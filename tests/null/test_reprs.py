@@ -129,20 +129,40 @@ def test_a_result_is_shown_in_a_line(make: Callable[[], Any], begin: str) -> Non
     assert len(repr(result)) < 1000 and "\n" not in repr(result)
 
 
-def text_of(html: str) -> str:
-    """Returns what a browser shows for a result, without spaces at the ends of lines."""
-    assert html.startswith("<pre ")
-    lines = unescape(re.sub("<[^>]*>", "", html)).splitlines()
-    return "\n".join(line.rstrip() for line in lines)
+def words_of(html: str) -> list[str]:
+    """Returns the words that a browser shows for a result, in alphabetical order."""
+    return sorted(unescape(re.sub("<[^>]*>", " ", html)).split())
 
 
 @pytest.mark.parametrize("make", SHOWN.values(), ids=SHOWN)
 def test_a_notebook_shows_what_print_shows(
     make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A browser wraps texts at other places than a terminal does, but it's the same words."""
     monkeypatch.setenv("COLUMNS", "110")
     result = make()
-    assert text_of(result._repr_html_()) == str(result)
+    printed = re.sub("[\u2500-\u257f]", " ", str(result))  # without the lines of the table
+    assert words_of(result._repr_html_()) == sorted(printed.split())
+
+
+@pytest.mark.parametrize("name", ["program", "estimate", "fusion"])
+def test_a_notebook_shows_texts_as_printed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The columns of a text are aligned by spaces."""
+    monkeypatch.setenv("COLUMNS", "110")
+    result = SHOWN[name]()
+    opened, text = result._repr_html_().split(">", 1)
+    assert opened.startswith("<pre ") and "white-space:pre;" in opened
+    assert unescape(text) == f"{result}</pre>"
+
+
+TABLES = ("report", "sweep", "plan", "profile", "prediction", "comparison", "difference")
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_notebook_shows_a_table(name: str) -> None:
+    html = SHOWN[name]()._repr_html_()
+    assert re.match("<div [^>]*><table [^>]*><caption [^>]*>[^/]", html)
+    assert html.count("<table") == 1 and "<pre" not in html
 
 
 @pytest.mark.parametrize("make", [report, sweep_result], ids=["report", "sweep"])
