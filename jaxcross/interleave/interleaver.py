@@ -272,8 +272,8 @@ class Interleaver:
             case m.StepCalled(job):
                 self._jobs[job].begin_call(event, self.step(job))
                 self._ballot_writer.urgent |= self._starting
-            case m.SyncWanted(job, label):
-                self._jobs[job].want_sync(label)
+            case m.SyncWanted(job, label, text):
+                self._jobs[job].want_sync(label, text)
             case m.BatchWanted(job, stream, index):
                 self._jobs[job].want_batch(stream, index)
                 self._grant_batch(job)

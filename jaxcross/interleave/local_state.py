@@ -184,10 +184,10 @@ class LocalJob:
             )
         self.wait_at(point)
 
-    def want_sync(self, label: str) -> None:
+    def want_sync(self, label: str, text: str) -> None:
         """Records that the thread requests a slot on the exchange lanes to communicate in."""
         self.syncs += 1
-        self.wait_at(Point("sync", point_hash("sync", label, self.syncs), label))
+        self.wait_at(Point("sync", point_hash("sync", label, self.syncs), text or label))
 
     def want_batch(self, stream: int, index: int) -> None:
         """Records that the thread requests a batch."""

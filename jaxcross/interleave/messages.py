@@ -118,10 +118,16 @@ class SyncWanted(Event):
     """A job's thread requests a turn on the exchange lane to communicate in.
 
     It gets `SyncReturned` or `Raised`.
+
+    Attributes:
+        job: The job.
+        label: What it's for. Must be equal on all ranks.
+        text: Describes it in an error if the labels differ. If it's empty, the label does.
     """
 
     job: int
     label: str
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)

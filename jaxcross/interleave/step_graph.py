@@ -31,7 +31,7 @@ class StepGraph:
             evaluations, don't count as steps.
         signature: A number that must be identical across ranks before the step may exchange
             anything. See `vote.point_hash`.
-        text: The signature in readable form, one line per exchange.
+        text: The signature in readable form, one line per exchange, with the user's lines.
         function: The name and number of the job's function that the program belongs to, identical
             across ranks. Tells functions with equal exchanges apart.
         collectives: Indices of the collective segments, in order.

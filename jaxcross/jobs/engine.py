@@ -593,13 +593,16 @@ class JobEngine:
         if self.driver is not None and self.record is not None:
             self.driver.excuse_start(self.record)
 
-    def run_on_all_ranks(self, label: str, work: Callable[[Control], T]) -> T:
-        """Runs `work(control)` in every rank's exchange lane; see `JobContext.run_on_all_ranks`."""
+    def run_on_all_ranks(self, label: str, work: Callable[[Control], T], text: str = "") -> T:
+        """Runs `work(control)` in every rank's exchange lane; see `JobContext.run_on_all_ranks`.
+
+        `text` is shown in errors instead of `label`.
+        """
         driver, record = self.running()
         error = self._stray_error("`job.run_on_all_ranks` or `job.restore`", "called")
         if error is not None:
             raise error
-        return driver.run_on_all_ranks(record, label, work)
+        return driver.run_on_all_ranks(record, label, work, text)
 
     # Steps.
 
@@ -634,7 +637,7 @@ class JobEngine:
             self.check_nonfinite(control)
             agreement.in_run(control)
 
-        self.run_on_all_ranks(agreement.label, work)
+        self.run_on_all_ranks(agreement.label, work, agreement.text)
 
     def check_nonfinite(self, control: Control) -> None:
         """Checks that `nonfinite` is the same on all ranks. Waits for all ranks.

@@ -33,7 +33,7 @@ def step_graph_of(program: Program, function: str = "") -> StepGraph:
         carried=program.order.carried,
         local_step=program.local_step,
         signature=program.exchange_hash(),
-        text=program.exchange_signature(),
+        text=program.exchange_signature(sources=True),
         function=function,
     )
 

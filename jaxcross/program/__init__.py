@@ -55,7 +55,15 @@ if TYPE_CHECKING:  # what jaxcross's other folders use
     from jaxcross.program.digest import program_digest
     from jaxcross.program.exchange_labels import describe, find_swapped, label_text, order_of
     from jaxcross.program.execution import Compiled, Execution
-    from jaxcross.program.ir import Aval, Exchange, Program, Segment, hash_62, human_bytes
+    from jaxcross.program.ir import (
+        Aval,
+        Exchange,
+        Program,
+        Segment,
+        hash_62,
+        human_bytes,
+        without_sources,
+    )
     from jaxcross.program.jaxpr_utils import holds
     from jaxcross.program.lowered import Lowered, Traceable, compile_with_arguments, struct_of
     from jaxcross.program.mismatch import (

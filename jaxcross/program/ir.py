@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -288,13 +288,17 @@ class Program:
         lines += [f"value {i} {aval}" for i, aval in enumerate(self.values)]
         return "\n".join(lines)
 
-    def exchange_signature(self) -> str:
+    def exchange_signature(self, *, sources: bool = False) -> str:
         """Returns the text that must be equal on all ranks before the first step.
 
         It lists all exchanges in order, and how many of them each segment makes, because the wire
         may pack a segment's exchanges into a single message. Ranks, handles and computation are
         left out because they're allowed to differ. So are mpi4jax calls, which is why they are
         represented by a hash of all ranks' lists of calls.
+
+        Args:
+            sources: Whether to add a tab and the user's line to each exchange, for error messages.
+                `without_sources` removes them.
         """
         if self.is_unit:
             return (
@@ -304,7 +308,10 @@ class Program:
         # Different cuts may make the same exchanges in the same order, yet pack them into different
         # messages.
         layout = ", ".join(str(len(s.exchanges)) for s in self.collectives)
-        lines = [f"axes {self._axes_text()}", *(x.line() for x in self.exchanges)]
+        lines = [f"axes {self._axes_text()}"]
+        lines += [
+            f"{x.line()}\t{x.source}" if sources and x.source else x.line() for x in self.exchanges
+        ]
         return "\n".join([*lines, f"{LAYOUT}{layout}"] if layout else lines)
 
     def _axes_text(self) -> str:
@@ -313,6 +320,11 @@ class Program:
     def exchange_hash(self) -> int:
         """Returns `exchange_signature` as 62 bits; see `hash_62`."""
         return hash_62(self.exchange_signature())
+
+
+def without_sources(signatures: Iterable[str]) -> list[str]:
+    """Returns signatures as they're compared between ranks, without the users' lines."""
+    return [re.sub("\t.*", "", each) for each in signatures]
 
 
 def hash_62(text: str) -> int:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from jaxcross.program.ir import LAYOUT
+from jaxcross.program.ir import LAYOUT, without_sources
 
 _UNTIL = re.compile(r" until='\w+'")
 # If a program calls mpi4jax, all ranks have to take part in comparing their lists of calls. But a
@@ -26,12 +26,14 @@ def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
 
     Args:
         name: The step.
-        signatures: `Program.exchange_signature()` of each rank, in rank order.
+        signatures: `Program.exchange_signature(sources=True)` of each rank, in rank order. The
+            sources aren't compared, since the ranks' files may lie in different folders.
 
     Raises:
         ValueError: All signatures are equal.
     """
-    other = next((rank for rank, text in enumerate(signatures) if text != signatures[0]), None)
+    compared = without_sources(signatures)
+    other = next((rank for rank, text in enumerate(compared) if text != compared[0]), None)
     if other is None:
         raise ValueError(f"The ranks' signatures of `{name}` are equal, so no error is needed.")
     first, second = (
@@ -39,9 +41,12 @@ def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
         for r in (0, other)
     )
     lines = zip_longest(first, second, fillvalue="(no further exchange)")
-    number, (mine, theirs) = next(
-        ((n, pair) for n, pair in enumerate(lines) if pair[0] != pair[1]), (0, ("", ""))
+    pairs = ((n, pair, without_sources(pair)) for n, pair in enumerate(lines))
+    number, shown, (mine, theirs) = next(
+        (each for each in pairs if each[2][0] != each[2][1]), (0, ("", ""), ("", ""))
     )
+    here, there = (line.replace("\t", ", at ") for line in shown)
+    difference = f"exchange {number} is\n    rank 0: {here}\n    rank {other}: {there}\n"
     layouts = [
         next((x for x in signatures[r].splitlines() if x.startswith(LAYOUT)), LAYOUT)
         for r in (0, other)
@@ -58,22 +63,19 @@ def signature_mismatch(name: str, signatures: Sequence[str]) -> str:
         return (
             f"ranks 0 and {other} make different numbers of iterations of a loop in `{name}`, or "
             "decide a conditional in it differently, because it only depends on numbers in the "
-            f"code, which differ. Exchange {number} is\n    rank 0: {mine}\n    rank {other}: "
-            f"{theirs}\nIf the numbers are supposed to differ, pass them to the step as an "
-            "argument, so that ranks agree before each iteration."
+            f"code, which differ: {difference}If the numbers are supposed to differ, pass them to "
+            "the step as an argument, so that ranks agree before each iteration."
         )
     if _WIDTH.sub(r"\1", mine) == _WIDTH.sub(r"\1", theirs):
         return (
-            f"ranks 0 and {other} exchange elements of different widths in `{name}`: exchange "
-            f"{number} is\n    rank 0: {mine}\n    rank {other}: {theirs}\n"
+            f"ranks 0 and {other} exchange elements of different widths in `{name}`: {difference}"
             "JAX's 64-bit types (`jax_enable_x64`) are probably enabled on some ranks only. Enable "
             "them on all ranks or none: look at the variable `JAX_ENABLE_X64` of each rank, and at "
             "`jax.config.update` and `jax.enable_x64` in the script. Otherwise, look for an "
             "argument that has a different type on some ranks."
         )
     return (
-        f"ranks 0 and {other} exchange different things in `{name}`: exchange {number} is\n    "
-        f"rank 0: {mine}\n    rank {other}: {theirs}\n"
+        f"ranks 0 and {other} exchange different things in `{name}`: {difference}"
         "All ranks must trace the same step with the same shapes; look for a branch on the rank, "
         "unequal batches, or an exchange's arguments, such as `every`, that differ."
         f"{'' if layouts[0] == layouts[1] else f' They divide their exchanges{divided}'}"

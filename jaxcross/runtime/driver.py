@@ -383,14 +383,22 @@ class Driver:
         assert isinstance(answer, m.BatchGranted)
         return answer.more
 
-    def run_on_all_ranks(self, job: JobRecord, label: str, work: Callable[[Control], T]) -> T:
+    def run_on_all_ranks(
+        self, job: JobRecord, label: str, work: Callable[[Control], T], text: str = ""
+    ) -> T:
         """Runs `work(control)` on the exchange lanes of all ranks at once. Waits for all ranks.
 
         Returns what the work returns and raises what it raises.
+
+        Args:
+            job: The job.
+            label: See `SyncWanted`.
+            work: The work.
+            text: See `SyncWanted`.
         """
         collective = CollectiveCall(label, work)
         job.collective = collective
-        answer = self._ask(job, m.SyncWanted(job.number, label))
+        answer = self._ask(job, m.SyncWanted(job.number, label, text))
         assert isinstance(answer, m.SyncReturned)
         job.is_only_job = answer.is_only_job
         job.collective = None

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 
 from jaxcross._endings import JobStatus
 from jaxcross.errors import ExchangeError, JobError, clause, first_line, shortened
-from jaxcross.program import branch_call_mismatch, signature_mismatch, step_mismatch
+from jaxcross.program import (
+    branch_call_mismatch,
+    signature_mismatch,
+    step_mismatch,
+    without_sources,
+)
 
 _LONGEST = 4000  # the maximum length of an exception's text sent to other ranks, in characters
 
@@ -80,7 +85,7 @@ def explain(job: str, step: int, texts: Sequence[str]) -> JobError | ExchangeErr
             f"Job `{job}`, step {step + 1}: {step_mismatch(f'job `{job}`', functions)}"
         )
     same = kinds == {"step"} or (kinds == {"sync"} and len(set(heads)) == 1)
-    if same and len(set(signatures)) > 1:
+    if same and len(set(without_sources(signatures))) > 1:
         return ExchangeError(f"Job `{job}`, step {step + 1}: {signature_mismatch(job, signatures)}")
     if kinds == {"step"}:
         return ExchangeError(f"Job {branch_call_mismatch(job, calls)}")

@@ -21,6 +21,11 @@ class Agreement(Protocol):
         """A text that a run compares between ranks before it calls `in_run`."""
         ...
 
+    @property
+    def text(self) -> str:
+        """The label as errors show it if it differs between ranks."""
+        ...
+
     def in_run(self, control: Control) -> None:
         """Compares everything that the label doesn't cover. Used in a run.
 

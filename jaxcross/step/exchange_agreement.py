@@ -32,6 +32,7 @@ from jaxcross.program import (
     signature_mismatch,
     step_mismatch,
     without_calls,
+    without_sources,
 )
 from jaxcross.runtime import Standalone, StepHost
 from jaxcross.wire import group_of, make_rank_grid
@@ -192,13 +193,16 @@ class ExchangeAgreement:
     @property
     def label(self) -> str:
         # Every line except the first must be identical on all ranks.
-        return f"first call of `{self.program.name}`\n{self._signature}"
+        return f"first call of `{self.program.name}`\n{self._signature()}"
 
     @property
-    def _signature(self) -> str:
+    def text(self) -> str:
+        return f"first call of `{self.program.name}`\n{self._signature(sources=True)}"
+
+    def _signature(self, *, sources: bool = False) -> str:
         # The last line of the signature is about segments and gets compared last. Add the note
         # there.
-        return self.program.exchange_signature() + self.cut_note
+        return self.program.exchange_signature(sources=sources) + self.cut_note
 
     def in_run(self, control: Control) -> None:
         program = self.program
@@ -219,7 +223,7 @@ class ExchangeAgreement:
         program = self.program
         control = self.world.control
         exchanges = (
-            hash_62(f"{self.function}\n{self._signature}") + self.call * self.by_call
+            hash_62(f"{self.function}\n{self._signature()}") + self.call * self.by_call
         ) % 2**62
         with self.world.monitor(job=program.name, step=self.call, segment=-1, what="agreement"):
             same_exchanges, same_order = which_equal(control, [exchanges, self.order])
@@ -241,7 +245,7 @@ class ExchangeAgreement:
         """
         name = self.program.name
         self.world.exchange_owner.unchecked = 0  # can differ between ranks after a failed call
-        mine = f"{self.call}\n{self.by_call:d}\n{self.function}\n{self._signature}"
+        mine = f"{self.call}\n{self.by_call:d}\n{self.function}\n{self._signature(sources=True)}"
         parts = [text.split("\n", 3) for text in self.world.control.allgather_text(mine)]
         others = [rank for rank, each in enumerate(parts) if len(each) < 4]
         if others:
@@ -253,7 +257,7 @@ class ExchangeAgreement:
             steps = [f"{function}, {call}" for function, call in zip(functions, at, strict=True)]
             meant = " Functions that are meant to be the same step need the same name on all ranks."
             raise ExchangeError(step_mismatch("the script", steps) + meant * (set(calls) == {"1"}))
-        if len(set(signatures)) > 1:
+        if len(set(without_sources(signatures))) > 1:
             raise ExchangeError(signature_mismatch(name, signatures))
         if "1" in by_call and len(set(calls)) > 1:
             raise ExchangeError(branch_call_mismatch(name, at))

@@ -146,6 +146,10 @@ class UnitAgreement:
     order: int
     digest: str = ""
 
+    @property
+    def text(self) -> str:
+        return self.label
+
     def in_run(self, control: Control) -> None:
         """Compares all ranks' lists and creates any communicators that the job doesn't have yet.
 

@@ -192,19 +192,23 @@ def test_different_step_counts_are_an_error_on_all():
         assert bad.step == 2
 
 
-def test_different_exchanges_error_names_the_line():
-    """Different exchanges are an error that names the line."""
-
+def test_different_exchanges_error_names_the_lines():
     def start(world):
-        return loop, {"step": make_step(world, "bad", shape=(world.rank,)), "data": [1.0]}
+        program = plain_program("bad", shape=(world.rank,))
+        before, exchange, after = program.segments
+        (found,) = exchange.exchanges
+        found = replace(found, source=f"train.py:{world.rank} (bad)")
+        exchange = replace(exchange, exchanges=(found,))
+        program = replace(program, segments=(before, exchange, after))
+        return loop, {"step": make_step(world, program=program), "data": [1.0]}
 
     for error, _ in failing_loop_results(2, start):
         assert isinstance(error, ExchangeError)
         assert str(error).startswith(
             "Job `bad`, step 1: ranks 0 and 1 exchange different things in `bad`: exchange 1 is"
         )
-        assert "rank 0: psum batch float32[0]" in str(error)
-        assert "rank 1: psum batch float32[1]" in str(error)
+        assert "rank 0: psum batch float32[0], at train.py:0 (bad)\n" in str(error)
+        assert "rank 1: psum batch float32[1], at train.py:1 (bad)\n" in str(error)
 
 
 def test_different_initial_states_need_broadcast():

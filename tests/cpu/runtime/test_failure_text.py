@@ -129,6 +129,8 @@ def test_explains_equal_exchanges_at_different_calls():
         "Job `a` takes a branch with exchanges at different calls: rank 0 in step 6, rank 1 in "
         "step 5. Its predicate"
     )
+    moved = explain("a", 3, ["step\ncalled step 6\npsum\ta.py:1", "step\ncalled step 5\npsum"])
+    assert str(moved) == str(error), "the lines of the code aren't compared"
     unlike = explain("a", 3, ["step\ncalled step 6\npsum", "step\ncalled step 5\npmax"])
     assert str(unlike).startswith(
         "Job `a`, step 4: ranks 0 and 1 exchange different things in `a`: exchange 0 is"

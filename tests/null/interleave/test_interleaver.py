@@ -302,6 +302,28 @@ def test_pending_waits_tell_local_from_shared():
     assert one.pending_waits() == {0: Wait(2, "other ranks, to leave")}
 
 
+def test_ranks_compare_the_labels_but_show_the_texts():
+    """Rank 1 has another text, which is allowed, and then another label, which isn't."""
+    ranks = [Interleaver(1, RoundRobin()) for _ in range(2)]
+    for rank in ranks:
+        feed(rank, m.RunStarted())
+
+    def sync(*events):
+        ballots = [
+            next(i.ballot for i in feed(rank, event) if isinstance(i, m.CastVote))
+            for rank, event in zip(ranks, events, strict=True)
+        ]
+        return [feed(rank, m.VoteDone(tally(ballots))) for rank in ranks]
+
+    mine, _ = sync(m.SyncWanted(0, "same", "at a.py:1"), m.SyncWanted(0, "same", "at b.py:1"))
+    assert mine == [m.RunSync(0, 0)]
+    for rank in ranks:
+        feed(rank, m.SyncDone(0))
+    mine, theirs = sync(m.SyncWanted(0, "one", "at a.py:2"), m.SyncWanted(0, "two"))
+    assert mine == [m.CompareTexts(0, "sync\nat a.py:2")]
+    assert theirs == [m.CompareTexts(0, "sync\ntwo")]
+
+
 def test_end_of_a_job_may_wait_while_others_advance():
     """A job's end may be delayed by anything that still makes progress."""
     here, there = ranks = [Interleaver(2, RoundRobin()) for _ in range(2)]

@@ -11,7 +11,7 @@ import pytest
 from jaxcross.errors import InternalError
 from jaxcross.program import stages
 from jaxcross.program.digest import program_digest
-from jaxcross.program.ir import Aval, Exchange, Program, Segment, human_bytes
+from jaxcross.program.ir import Aval, Exchange, Program, Segment, human_bytes, without_sources
 from jaxcross.program.mismatch import signature_mismatch
 from jaxcross.program.text import parse
 from jaxcross.program.verify import verify
@@ -216,6 +216,7 @@ def test_mismatch_names_both_ranks_and_the_first_line() -> None:
     assert (
         "rank 0: psum batch float32[4, 2]" in message and "rank 2: psum batch float32[8]" in message
     )
+    assert "step.py" not in message
     more = with_segment(1, exchanges=(SUM, replace(SUM, op="pmax"))).exchange_signature()
     assert (
         "exchange 2 is\n    rank 0: (no further exchange)\n    rank 1: pmax"
@@ -230,6 +231,28 @@ def test_mismatch_names_both_ranks_and_the_first_line() -> None:
     assert "\n    rank 0: 2\n    rank 1: 1, 1\n" in message
     with pytest.raises(ValueError, match="signatures of `step` are equal"):
         signature_mismatch("step", [mine, mine])
+
+
+def test_mismatch_names_the_lines_of_the_code() -> None:
+    """The ranks' files may lie in different folders, so lines are shown, but not compared."""
+    moved = replace(SUM, source="/elsewhere/step.py:3 (step)")
+    unknown = replace(SUM, source="")
+    texts = [
+        with_segment(1, exchanges=exchanges).exchange_signature(sources=True)
+        for exchanges in ((SUM, SUM), (moved, unknown), (moved, replace(moved, shape=(8,))), (SUM,))
+    ]
+    assert without_sources(texts)[0] == with_segment(1, exchanges=(SUM, SUM)).exchange_signature()
+    with pytest.raises(ValueError, match="are equal"):
+        signature_mismatch("step", texts[:2])
+    assert (
+        "exchange 2 is\n"
+        "    rank 0: psum batch float32[4, 2], at step.py:3 (step)\n"
+        "    rank 2: psum batch float32[8], at /elsewhere/step.py:3 (step)\n"
+        "All ranks"
+    ) in signature_mismatch("step", texts)
+    assert (
+        "exchange 2 is\n    rank 0: psum batch float32[4, 2]\n    rank 1: (no further exchange)\n"
+    ) in signature_mismatch("step", [texts[1], texts[3]])
 
 
 def test_a_parsed_program_cannot_be_compiled() -> None:
