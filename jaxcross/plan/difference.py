@@ -223,7 +223,9 @@ def _check(prediction: Prediction, run: Report) -> None:
         if profile.rank_seconds and profile.ranks != len(run.ranks):
             raise ValueError(
                 f"the profile of `{profile.name}` has the times of {profile.ranks} ranks, but the "
-                f"run had {len(run.ranks)}. Pass `predict` a profile of as many ranks as the run."
+                f"run had {len(run.ranks)}. Pass `predict` a profile of as many ranks as the run. "
+                "Or, if the ranks are about equally fast, drop the times of each rank: "
+                "`dataclasses.replace(profile, rank_seconds=())`."
             )
         program = next(job.program for job in run.jobs if job.name == profile.name)
         if program is not None and program["graph"] != profile.graph.as_data():

@@ -172,9 +172,16 @@ def test_a_run_as_predicted_differs_in_nothing() -> None:
     twin = predict([unlike(name, 0.1, 0.2) for name in "ab"])
     found = twin.report.against(twin)
     assert found.achieved_ns == found.predicted_ns and not any(found.parts_ns.values())
-    wrong = predict([unlike(name, 0.1, 0.2, 0.1) for name in "ab"])
-    with pytest.raises(ValueError, match="has the times of 3 ranks, but the run had 2"):
-        twin.report.against(wrong)
+
+
+def test_a_run_on_another_number_of_ranks_needs_a_profile_without_the_times_of_each_rank() -> None:
+    run = predict([unlike(name, 0.1, 0.2) for name in "ab"]).report
+    profiles = [unlike(name, 0.1, 0.2, 0.1) for name in "ab"]
+    with pytest.raises(ValueError, match="has the times of 3 ranks, but the run had 2") as error:
+        run.against(predict(profiles))
+    assert "`dataclasses.replace(profile, rank_seconds=())`" in str(error.value)
+    alike = predict([replace(profile, rank_seconds=()) for profile in profiles])
+    assert run.against(alike).predicted_ns == round(1e9 * (alike.rounds.period_s or 0.0))
 
 
 def test_a_plan_names_the_slow_rank_and_keeps_it(tmp_path: Path) -> None:
