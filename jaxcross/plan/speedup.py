@@ -243,8 +243,8 @@ def _slow_rank(cost: StepCost, jobs: int, contention: Contention | None) -> Slow
     exchange_s = [cost.exchange_s] * jobs
     now_s = period_s([cost.compute_s] * jobs, exchange_s, contention)
     evened_s = period_s([cost.whole.evened().compute_s] * jobs, exchange_s, contention)
-    rank, factor = found
-    return SlowRank.if_costly(rank, factor, 1 - evened_s / now_s)
+    ranks, factor = found
+    return SlowRank.if_costly(ranks, factor, 1 - evened_s / now_s)
 
 
 def period_s(

@@ -157,10 +157,10 @@ class Prediction:
         found = slowest([math.fsum(each) for each in zip(*times_s, strict=True)])
         if found is None:
             return None
-        rank, factor = found
+        ranks, factor = found
         evened = [profile.evened() for profile in self.profiles]
         saved_s = self.wall_s - self.again(profiles=evened, contention=self.contention).wall_s
-        return SlowRank.if_costly(rank, factor, saved_s / self.wall_s)
+        return SlowRank.if_costly(ranks, factor, saved_s / self.wall_s)
 
     @property
     def report(self) -> Report:

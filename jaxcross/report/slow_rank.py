@@ -19,6 +19,7 @@ Ranks that are equally fast differ by a few per cent when they're measured.
 """
 COSTLY = 0.05
 """A rank is only called slow if it costs at least this share of the time."""
+_MOST_NAMED = 3  # so many ranks at most are named in a sentence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,7 @@ class SlowRank:
     """The rank that holds up the others.
 
     Attributes:
-        rank: The rank.
+        rank: The rank. If several ranks are slow, the slowest of them.
         factor: Its compute time per round, relative to that of the median rank. The median of an
             even number of ranks is the lower of the two middle ones, i.e. that of the faster rank
             if there are two.
@@ -37,6 +38,8 @@ class SlowRank:
         is_late: Whether the rank arrives late in a run, although its bound is about that of the
             median rank. `cost_share` is then the share of a round during which the others did
             nothing but wait for it, averaged over them.
+        also: The other ranks that compute clearly longer than the median rank, the slowest first.
+            Their cost is part of `cost_share`.
 
     Raises:
         ValueError: A number is out of range.
@@ -46,26 +49,42 @@ class SlowRank:
     factor: float
     cost_share: float
     is_late: bool = False
+    also: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.rank < 0 or not 0 <= self.factor < float("inf") or not 0 <= self.cost_share <= 1:
+        if (
+            min((self.rank, *self.also)) < 0
+            or not 0 <= self.factor < float("inf")
+            or not 0 <= self.cost_share <= 1
+        ):
             raise ValueError(
                 "a slow rank must have a `rank` of at least 0, a finite `factor` that isn't "
-                f"negative, and a `cost_share` from 0 to 1, got {self}"
+                "negative, a `cost_share` from 0 to 1, and in `also` ranks of at least 0, got "
+                f"{self}"
             )
 
     @classmethod
     def if_costly(
-        cls, rank: int, factor: float, cost_share: float, *, is_late: bool = False
+        cls, ranks: Sequence[int], factor: float, cost_share: float, *, is_late: bool = False
     ) -> Self | None:
-        """Returns None if the rank costs too little to be worth mentioning."""
+        """Returns None if the ranks cost too little to be worth mentioning.
+
+        Args:
+            ranks: `rank`, followed by the ranks of `also`.
+            factor: See `SlowRank`.
+            cost_share: See `SlowRank`. Values above 1 count as 1.
+            is_late: See `SlowRank`.
+        """
         cost_share = min(cost_share, 1.0)
         if cost_share < COSTLY:
             return None
-        return cls(rank=rank, factor=factor, cost_share=cost_share, is_late=is_late)
+        rank, *also = ranks
+        return cls(
+            rank=rank, factor=factor, cost_share=cost_share, is_late=is_late, also=tuple(also)
+        )
 
     def text(self, of_what: str) -> str:
-        """Returns a sentence that names the rank and what it costs.
+        """Returns a sentence that names the rank, up to two others, and what they cost.
 
         Args:
             of_what: What `cost_share` is a share of, e.g. `a round`.
@@ -78,25 +97,29 @@ class SlowRank:
             return (
                 f"Rank {self.rank} is late, {why}: the others do nothing but wait for it in {cost}."
             )
-        return (
-            f"Rank {self.rank} computes {self.factor:.2f} times as long as the median rank: that "
-            f"costs {cost}."
-        )
+        who = f"Rank {self.rank} computes"
+        if self.also:
+            *names, last = map(str, (self.rank, *self.also))
+            if len(names) >= _MOST_NAMED:
+                last = f"{len(names) + 1 - _MOST_NAMED} more"
+                names = names[:_MOST_NAMED]
+            who = f"Ranks {', '.join(names)} and {last} compute up to"
+        return f"{who} {self.factor:.2f} times as long as the median rank: that costs {cost}."
 
 
-def slowest(compute_s: Sequence[float]) -> tuple[int, float] | None:
-    """Returns the rank that computes the longest, and its time relative to the median rank's.
+def slowest(compute_s: Sequence[float]) -> tuple[list[int], float] | None:
+    """Returns the ranks that compute clearly longer than the median rank, the slowest first.
 
-    Returns None if it isn't clearly slower than the median rank.
+    Also returns the slowest rank's time, relative to the median rank's. Returns None if no rank is
+    clearly slower than the median rank.
 
     Args:
         compute_s: The compute time of each rank.
     """
     middle = median_low(compute_s) if compute_s else 0.0
-    rank = max(range(len(compute_s)), key=lambda each: compute_s[each], default=0)
-    if not middle or compute_s[rank] < CLEARLY * middle:
-        return None
-    return rank, compute_s[rank] / middle
+    slow = [rank for rank, own in enumerate(compute_s) if middle and own >= CLEARLY * middle]
+    slow.sort(key=lambda rank: -compute_s[rank])
+    return (slow, compute_s[slow[0]] / middle) if slow else None
 
 
 def waits_by_cause(

@@ -296,10 +296,10 @@ def _slow_rank(
     order = list(terms)
     found = slowest([terms[rank].compute for rank in order])
     if found is not None:
-        slow = order[found[0]]
+        slow, *also = (order[n] for n in found[0])
         middle = median_low(each.bottleneck[0] for each in terms.values())
         cost = _ratio(terms[slow].bottleneck[0] - middle, ranks[slow].period)
-        named = SlowRank.if_costly(slow, found[1], cost)
+        named = SlowRank.if_costly([slow, *also], found[1], cost)
         if named is not None:
             return named
     # With P ranks, there are about P² pairs, so each of them may only look at its own waits.
@@ -316,7 +316,7 @@ def _slow_rank(
         return None
     cost = _ratio(idle[slow] / (len(terms) - 1), ranks[slow].period)
     factor = _ratio(terms[slow].compute, median_low(each.compute for each in terms.values()))
-    return SlowRank.if_costly(slow, factor, cost, is_late=True)
+    return SlowRank.if_costly([slow], factor, cost, is_late=True)
 
 
 def _critical_path(timeline: Timeline, job: str) -> list[Interval]:

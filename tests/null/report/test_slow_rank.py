@@ -41,6 +41,26 @@ def test_a_rank_that_computes_longer_is_named():
     assert (slow.rank, slow.factor, slow.cost_share) == (1, 2.0, pytest.approx(1 / 3))
 
 
+def test_all_ranks_that_compute_longer_are_named():
+    """Ranks 1, 3 and 4 compute for 2 s, 1.5 s and 2 s, the others for 1 s."""
+    compute = (1.0, 2.0, 1.0, 1.5, 2.0, 1.0)
+    slow = broken_down(job("a", [compute] * 5, compute=compute), "a", ranks=6).slow_rank
+    assert slow is not None
+    assert (slow.rank, slow.also, slow.factor) == (1, (4, 3), 2.0)
+    assert slow.cost_share == pytest.approx(1 / 3)
+    assert slow.text("a round") == (
+        "Ranks 1, 4 and 3 compute up to 2.00 times as long as the median rank: that costs 33% of a "
+        "round."
+    )
+    assert replace(slow, also=(4,)).text("a round").startswith("Ranks 1 and 4 compute up to")
+    assert replace(slow, also=(4, 3, 7)).text("it").startswith("Ranks 1, 4, 3 and 1 more compute")
+    assert (
+        replace(slow, also=tuple(range(2, 20)))
+        .text("it")
+        .startswith("Ranks 1, 2, 3 and 16 more compute up to 2.00 times")
+    )
+
+
 def test_ranks_that_are_equally_fast_are_not_named():
     spans = job("a", [(2.0, 2.0)] * 5, compute=(2.0, 2.0))
     assert broken_down(spans, "a").slow_rank is None
@@ -67,6 +87,7 @@ def test_a_rank_that_is_late_without_computing_longer_is_named():
         "factor": 1.0,
         "cost_share": 1 / 3,
         "is_late": True,
+        "also": (),
     }
 
 
