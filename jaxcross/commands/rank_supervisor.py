@@ -224,13 +224,26 @@ class OutputStream:
         longest = _PIPE_BUF - len(tag) - len(b"\r\n")
         for line in lines:
             while len(line) > longest + 2:
-                yield tag + line[:longest] + b"\n"
-                line = line[longest:]
+                end = _end_of_character(line, longest)
+                yield tag + line[:end] + b"\n"
+                line = line[end:]
             if line != b"\r":  # this is how many progress bars begin
                 yield tag + line
         while len(self._held) > longest:
-            yield tag + self._held[:longest] + b"\n"
-            self._held = self._held[longest:]
+            end = _end_of_character(self._held, longest)
+            yield tag + self._held[:end] + b"\n"
+            self._held = self._held[end:]
+
+
+def _end_of_character(text: bytes, most: int) -> int:
+    """Returns the largest index up to `most` at which no UTF-8 character would be split.
+
+    That's `most` itself if the text isn't UTF-8 there.
+    """
+    # The bytes of a character, of which there are at most four, all begin with the bits 10, except
+    # for the first one.
+    ends = range(most, max(most - 4, 0), -1)
+    return next((end for end in ends if text[end] & 0xC0 != 0x80), most)
 
 
 def _write(fd: int, content: bytes) -> None:

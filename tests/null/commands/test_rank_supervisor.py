@@ -210,6 +210,24 @@ def test_long_lines_are_broken_up_so_that_mpirun_keeps_each_piece_whole(length, 
     assert (length > 4092) <= (len(pieces) > 1)
 
 
+@pytest.mark.parametrize("character", ["é", "€", "🚀"])
+@pytest.mark.parametrize("before", range(4))
+@pytest.mark.parametrize("size", [7, 1 << 20])
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_long_lines_are_broken_up_between_characters(character, before, size, end):
+    text = "x" * before + character * 5000
+    line = text.encode() + end
+    pieces = tagged(*(line[n : n + size] for n in range(0, len(line), size)))
+    assert all(4089 <= len(piece) <= 4096 for piece in pieces[:-1])
+    assert "".join(piece.decode().removeprefix("[1] ").rstrip("\n") for piece in pieces) == text
+
+
+def test_long_lines_that_are_not_utf8_are_broken_up_as_well():
+    pieces = tagged(b"\x80" * 9000)
+    assert [len(piece) for piece in pieces[:-1]] == [4095, 4095]
+    assert sum(piece.count(b"\x80") for piece in pieces) == 9000
+
+
 def supervise(rank, options, code, **variables):
     line = [sys.executable, "-I", "-S", str(SUPERVISOR), *options, "0", sys.executable, "-c", code]
     environ = {k: v for k, v in os.environ.items() if k not in ("JAXCROSS_EVENTS", "PMIX_RANK")}
