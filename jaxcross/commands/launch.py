@@ -93,7 +93,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--events",
-        type=Path,
+        type=_folder,
         metavar="DIR",
         help="folder for the ranks' event files (default: temporary, removed if all is well)",
     )
@@ -103,6 +103,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(max_restarts=0, tag=False, log_dir=None)
 
 
+def _folder(text: str) -> Path:
+    if not text:  # e.g. an unset variable of a shell; `Path("")` would be the working directory
+        raise argparse.ArgumentTypeError(
+            "the name of the folder is empty. Name a folder, or `.` for the working directory."
+        )
+    return Path(text)
+
+
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options for the ranks' output, shared by the commands that train."""
     parser.add_argument(
@@ -110,7 +118,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--log-dir",
-        type=Path,
+        type=_folder,
         metavar="DIR",
         help=(
             "also write the output of rank N to `DIR/attempt-1/rank-N.log`; a restart or a later "

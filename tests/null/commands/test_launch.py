@@ -206,6 +206,13 @@ def test_wrong_arguments_start_nothing(capsys, monkeypatch, options, message):
     assert capsys.readouterr().err.startswith(message)
 
 
+@pytest.mark.parametrize("option", ["--log-dir", "--events"])
+def test_a_folder_without_a_name_is_refused(capsys, option):
+    with pytest.raises(SystemExit):
+        parse(option, "", "script.py")
+    assert f"argument {option}: the name of the folder is empty. Name" in capsys.readouterr().err
+
+
 def test_no_mpirun(capsys, monkeypatch):
     monkeypatch.setattr(launch, "find_mpirun", lambda: None)
     assert launch.run(parse(__file__)) == 1
