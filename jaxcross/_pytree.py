@@ -169,10 +169,10 @@ class StaticSplit:
         return rest
 
 
-def are_arrays(leaves: Sequence[object]) -> bool:
-    """Whether all leaves are arrays of JAX or NumPy."""
+def not_arrays(leaves: Sequence[object]) -> list[object]:
+    """Returns the leaves that aren't arrays of JAX or NumPy."""
     # Checking a leaf's exact type is much faster than `isinstance(leaf, jax.Array)`.
-    return all(type(x) in _ARRAY_TYPES or isinstance(x, jax.Array) for x in leaves)
+    return [x for x in leaves if type(x) not in _ARRAY_TYPES and not isinstance(x, jax.Array)]
 
 
 def why_not_static(leaf: Any) -> str | None:

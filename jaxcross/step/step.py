@@ -26,8 +26,8 @@ from jaxcross._pytree import (
     PyTree,
     StaticSplit,
     TreeDef,
-    are_arrays,
     hold_static,
+    not_arrays,
     static_places,
     why_not_static,
 )
@@ -304,9 +304,12 @@ class Step(Generic[P, R]):
                     "See docs/reference/limits-steps.md#the-step."
                 )
             # Flax NNX objects need separate treatment. Searching the arguments for them takes
-            # longer than flattening, so we only do it if the arguments have a new structure. A
-            # structure that has made it past this point before can't contain any.
-            if not known and nnx.holds_objects(args, kwargs):
+            # longer than flattening, so we only do it if the arguments have a new structure. If a
+            # structure has made it past this point before, an object can only be one of its leaves,
+            # as is a module with `pytree=False`.
+            others = not_arrays(leaves)
+            searched = (others, {}) if known else (args, kwargs)
+            if nnx.holds_objects(*searched):
                 if skips:
                     raise CutError(
                         f"`{self.__name__}` changes NNX objects in place, and a job with "
@@ -317,7 +320,7 @@ class Step(Generic[P, R]):
                 if job is not None:
                     nnx.claim(self, args, kwargs, job)
                 return nnx.call(self, args, kwargs)
-            if last is not None and known and are_arrays(leaves):
+            if last is not None and known and not others:
                 split = last.split
             else:
                 split = self._split(arrays, named, every, tree)

@@ -245,6 +245,31 @@ assert "psum" in str(traced)
 same((model, optimizer), fresh())
 step(model, optimizer, X)
 """,
+    "leaves": """
+# A module that isn't a pytree is a leaf, as is the array that was in its place before.
+class Leaf(nnx.Module, pytree=False):
+    def __init__(self):
+        self.w = nnx.Param(X[0])
+class Outer(nnx.Module, pytree=False):
+    def __init__(self):
+        self.leaf = Leaf()
+    def __call__(self):
+        return self.leaf
+step = jaxcross.crossover(
+    lambda m, x: lax.pmean(x * (m() if callable(m) else m).w[...], "batch")
+    if isinstance(m, nnx.Module) else lax.pmean(m * x, "batch"),
+    axes="batch",
+)
+for model in (X[0], Outer(), 2.0, Leaf(), X[0]):
+    for factor in (1.0, 2.0):
+        found = step(model, X)
+        if isinstance(model, nnx.Module):
+            leaf = model() if callable(model) else model
+            assert jnp.array_equal(found, factor * X * X[0]), model
+            leaf.w.set_value(2 * leaf.w[...])
+        else:
+            assert jnp.array_equal(found, model * X), model
+""",
     "failure": """
 model, optimizer = fresh()
 def train_step(m, o, x, bad=False):
