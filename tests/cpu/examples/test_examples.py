@@ -14,11 +14,9 @@ from pathlib import Path
 import pytest
 
 from jaxcross.data import synthesise
-from tests.support import warm_python
+from tests.support import toy_sizes, warm_python
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-
-LORA_AT_TOY_SIZE = ("--features", 32, "--length", 16, "--steps", 30, "--base-steps", 30)
 
 
 def run(env: Mapping[str, str], *arguments: object, timeout: float = 240) -> str:
@@ -51,7 +49,7 @@ def test_nnx_mlp(quick_compiler: dict[str, str]) -> None:
 
 @pytest.mark.exhaustive
 def test_lora(quick_compiler: dict[str, str]) -> None:
-    out = run(quick_compiler, "lora.py", *LORA_AT_TOY_SIZE)
+    out = run(quick_compiler, "lora.py", *toy_sizes.LORA)
     assert "All 4 adapters use one copy" in out and "bit for bit the one" in out
 
 

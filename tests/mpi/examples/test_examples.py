@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from jaxcross.data import synthesise
+from tests.support import toy_sizes
 from tests.support.optional import NEEDS_MPI4JAX
 
 pytestmark = pytest.mark.integration
@@ -47,8 +48,7 @@ def test_nnx_mlp(mpirun: Callable[..., Any], quick_compiler: dict[str, str]) -> 
 
 def test_lora(mpirun: Callable[..., Any], quick_compiler: dict[str, str]) -> None:
     """The example itself compares each adapter with the one that its job trains alone."""
-    words = ("--features", "32", "--length", "16", "--steps", "30", "--base-steps", "30")
-    done = mpirun(2, str(EXAMPLES / "lora.py"), *words, env=quick_compiler).check()
+    done = mpirun(2, str(EXAMPLES / "lora.py"), *toy_sizes.LORA, env=quick_compiler).check()
     assert done.stdout.count("Each adapter is bit for bit the one") == 1
 
 
