@@ -63,7 +63,7 @@ def annotate(
 ) -> AbstractContextManager[object]:
     """Returns a context that shows up in a trace by `jax.profiler` like the segment in our own.
 
-    Outside of such a trace, this costs 0.4 us (without the check, it would be 2.2 us).
+    Outside of such a trace, only checks that there is none, which costs less than an annotation.
     """
     if not TraceAnnotation.is_enabled():
         return _NOT_TRACED
