@@ -133,9 +133,8 @@ def test_contention_is_read_from_a_file(folder: Path, capsys: pytest.CaptureFixt
     assert _run(folder / "jobs.toml", "--contention", folder / "slow.json") == 0
     # The profiles don't state a rate.
     assert "planned without contention" in " ".join(capsys.readouterr().out.split())
-    assert MachineContention.from_json(TWO_CORES.to_json()).at(1) == Contention(
-        compute=1.15, exchange=1.05
-    )
+    lowest = MachineContention.from_json(TWO_CORES.to_json()).at(1)
+    assert lowest == Contention(compute=1.03, exchange=1.0)
 
 
 def test_a_profile_is_written_from_a_report(tmp_path: Path) -> None:
