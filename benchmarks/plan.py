@@ -27,8 +27,8 @@ counted. `whole_s` has the predicted and measured seconds including the first st
              solo runs
   variants   two jobs with bfloat16 on the wire, and two jobs cut in four
   ResNet-50  two ResNet-50 jobs
-  slow       two equal jobs at 25, 100 and 200 Mbit/s, whose steps compute for about as long as they
-             exchange; also `jaxcross.estimate`
+  slow       two equal jobs at 25, 100 and 200 Mbit/s, whose steps exchange for about twice as long
+             as they compute; also `jaxcross.estimate`
   unlike     two equal jobs on ranks of which one has to compute twice as much per step, and on
              ranks that are equally fast
 We report:

@@ -71,11 +71,13 @@ class Jobs:
         ]
         if world.rank == 0:
             report.to_json(out)
-        found = {"wall_s": max(walls) / 1e9, "ends": ends, "summary": report.summary()}
+        # The lab's own description is of the rate that it started with.
+        link = f"real link {mbps:g}mbit"
+        summary = report.summary() | {"link": link}
+        found = {"wall_s": max(walls) / 1e9, "ends": ends, "summary": summary}
         if len(jobs) == 1:
             profile = Profile.of(report, jobs[0]["name"], mbps=mbps)
-            # The lab's own description is of the rate that it started with.
-            found["profile"] = replace(profile, link=f"real link {mbps:g}mbit").as_data()
+            found["profile"] = replace(profile, link=link).as_data()
         return found
 
     def estimate(self, kind: str, jobs: int, contention: list[Any]) -> dict[str, Any]:

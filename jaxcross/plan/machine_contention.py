@@ -142,5 +142,7 @@ TWO_CORES = MachineContention(
 )
 """The contention of two-core machines, measured with a ResNet-50 step running alongside exchanges
 of the model's 102 MB, with MPICH and one core per host (`benchmarks/exchange_cost.py`). At 25
-Mbit/s, the exchanges were shorter (`benchmarks/plan.py`).
+Mbit/s, the exchanges were shorter (`benchmarks/plan.py`). The values below 500 Mbit/s are from a
+later session, in which there was less contention at 500 Mbit/s, too (1.08 and 1.00). Exchanges that
+took less time alongside a computation than alone, by up to 4%, count as 1.0.
 """

@@ -104,9 +104,9 @@ class PlannedGroup:
         lost_s: The predicted difference between period and bound, by cause, as in a report.
         memory_bytes: Device memory that a rank needs; None if a job's profile doesn't say.
         why: If the group is a single job, a sentence about why it runs alone. May be empty.
-        slow_rank: The rank that computes the longest, and what that costs. None if it isn't clearly
-            slower than the median rank, or costs less than a twentieth of the time. Ranks have the
-            numbers that they had when the profiles were measured.
+        slow_rank: The ranks that compute the longest, and what that costs. None if they aren't
+            clearly slower than the median rank, or cost less than a twentieth of the time. Ranks
+            have the numbers that they had when the profiles were measured.
 
     Raises:
         ValueError: There are no jobs or ranks, or a number is out of range.

@@ -135,9 +135,9 @@ class Estimate:
         cut_alone: Largest possible speed-up of a single job with its exchange cut, compared with
             the uncut step; None if no cut was measured.
         fitting_jobs: Number of jobs that fit into memory; None if no limit is known.
-        slow_rank: The rank that computes the longest, and what that costs if the asked number of
-            jobs run alongside each other. None if it isn't clearly slower than the median rank or
-            costs less than a twentieth of the time, or if the step takes less than 20 ms.
+        slow_rank: The ranks that compute the longest, and what that costs if the asked number of
+            jobs run alongside each other. None if they aren't clearly slower than the median rank
+            or cost less than a twentieth of the time, or if the step takes less than 20 ms.
         basis: What the contention behind the expected speed-ups is based on at the link's rate,
             e.g. `interpolated from 100 and 200 Mbit/s`; see `MachineContention.basis`. "" if it
             isn't known, so there are no expected speed-ups.

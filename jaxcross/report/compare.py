@@ -245,7 +245,7 @@ class Comparison:
                     f"their bound alone, {seconds(one.bound_s)}."
                 ),
             ]
-        if self.speedup is not None and self._excess > 1 + 1e-9:
+        if self.speedup is not None and self._excess > 1 + NEGLIGIBLE:
             lines.append(
                 f"Overlap alone can gain {self.most:.2f}x here: the rest is time that "
                 f"{self.names[0]} lost between its steps, or measurement noise."

@@ -19,7 +19,7 @@ Ranks that are equally fast differ by a few per cent when they're measured.
 """
 COSTLY = 0.05
 """A rank is only called slow if it costs at least this share of the time."""
-_MOST_NAMED = 3  # so many ranks at most are named in a sentence
+_MOST_NAMED = 3  # at most this many ranks are named in a sentence, or one more if that's all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class SlowRank:
         is_late: Whether the rank arrives late in a run, although its bound is about that of the
             median rank. `cost_share` is then the share of a round during which the others did
             nothing but wait for it, averaged over them.
-        also: The other ranks that compute clearly longer than the median rank, the slowest first.
-            Their cost is part of `cost_share`.
+        other_ranks: The other ranks that compute clearly longer than the median rank, the slowest
+            first. Their cost is part of `cost_share`.
 
     Raises:
         ValueError: A number is out of range.
@@ -49,17 +49,17 @@ class SlowRank:
     factor: float
     cost_share: float
     is_late: bool = False
-    also: tuple[int, ...] = ()
+    other_ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if (
-            min((self.rank, *self.also)) < 0
+            min((self.rank, *self.other_ranks)) < 0
             or not 0 <= self.factor < float("inf")
             or not 0 <= self.cost_share <= 1
         ):
             raise ValueError(
                 "a slow rank must have a `rank` of at least 0, a finite `factor` that isn't "
-                "negative, a `cost_share` from 0 to 1, and in `also` ranks of at least 0, got "
+                "negative, a `cost_share` from 0 to 1, and `other_ranks` of at least 0, got "
                 f"{self}"
             )
 
@@ -70,7 +70,7 @@ class SlowRank:
         """Returns None if the ranks cost too little to be worth mentioning.
 
         Args:
-            ranks: `rank`, followed by the ranks of `also`.
+            ranks: `rank`, followed by `other_ranks`.
             factor: See `SlowRank`.
             cost_share: See `SlowRank`. Values above 1 count as 1.
             is_late: See `SlowRank`.
@@ -78,13 +78,17 @@ class SlowRank:
         cost_share = min(cost_share, 1.0)
         if cost_share < COSTLY:
             return None
-        rank, *also = ranks
+        rank, *others = ranks
         return cls(
-            rank=rank, factor=factor, cost_share=cost_share, is_late=is_late, also=tuple(also)
+            rank=rank,
+            factor=factor,
+            cost_share=cost_share,
+            is_late=is_late,
+            other_ranks=tuple(others),
         )
 
     def text(self, of_what: str) -> str:
-        """Returns a sentence that names the rank, up to two others, and what they cost.
+        """Returns a sentence that names the rank, up to three others, and what they cost.
 
         Args:
             of_what: What `cost_share` is a share of, e.g. `a round`.
@@ -98,9 +102,9 @@ class SlowRank:
                 f"Rank {self.rank} is late, {why}: the others do nothing but wait for it in {cost}."
             )
         who = f"Rank {self.rank} computes"
-        if self.also:
-            *names, last = map(str, (self.rank, *self.also))
-            if len(names) >= _MOST_NAMED:
+        if self.other_ranks:
+            *names, last = map(str, (self.rank, *self.other_ranks))
+            if len(names) > _MOST_NAMED:
                 last = f"{len(names) + 1 - _MOST_NAMED} more"
                 names = names[:_MOST_NAMED]
             who = f"Ranks {', '.join(names)} and {last} compute up to"

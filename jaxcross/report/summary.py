@@ -170,9 +170,9 @@ class TimeBreakdown:
         start_up_s: Seconds of the run during which no job was in steady state, because jobs were
             still compiling, making their first steps or winding up.
         wall_s: Seconds of the whole run on the rank that took longest.
-        slow_rank: The rank that holds up the others. None if there's no such rank: all ranks are
-            about equally fast, or a different rank is late from one exchange to the next, or it
-            costs less than a twentieth of the time.
+        slow_rank: The rank or ranks that hold up the others. None if there are none: all ranks are
+            about equally fast, or a different rank is late from one exchange to the next, or they
+            cost less than a twentieth of the time.
     """
 
     jobs: tuple[JobTiming, ...] = field(repr=False)

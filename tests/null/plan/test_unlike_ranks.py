@@ -193,7 +193,7 @@ def test_a_plan_names_the_slow_rank_and_keeps_it(tmp_path: Path) -> None:
     assert Plan.load(plan.to_json(tmp_path / "plan.json")) == plan
     several = make([unlike("a", 0.1, 0.2, 0.1, 0.15)])
     found = several.groups[0].slow_rank
-    assert found is not None and (found.rank, found.also) == (1, (3,))
+    assert found is not None and (found.rank, found.other_ranks) == (1, (3,))
     assert "Group 0: Ranks 1 and 3 compute up to 2.00 times as long" in str(several)
     assert Plan.load(several.to_json(tmp_path / "several.json")) == several
     like = make([unlike("a", 0.1, 0.1)])
@@ -220,7 +220,8 @@ def test_an_estimate_names_the_slow_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"rank": -1}, {"factor": float("nan")}, {"cost_share": 1.5}, {"also": (1, -1)}]
+    "change",
+    [{"rank": -1}, {"factor": float("nan")}, {"cost_share": 1.5}, {"other_ranks": (1, -1)}],
 )
 def test_a_slow_rank_of_impossible_numbers_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="a slow rank must have"):

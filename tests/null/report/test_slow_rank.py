@@ -46,16 +46,16 @@ def test_all_ranks_that_compute_longer_are_named():
     compute = (1.0, 2.0, 1.0, 1.5, 2.0, 1.0)
     slow = broken_down(job("a", [compute] * 5, compute=compute), "a", ranks=6).slow_rank
     assert slow is not None
-    assert (slow.rank, slow.also, slow.factor) == (1, (4, 3), 2.0)
+    assert (slow.rank, slow.other_ranks, slow.factor) == (1, (4, 3), 2.0)
     assert slow.cost_share == pytest.approx(1 / 3)
     assert slow.text("a round") == (
         "Ranks 1, 4 and 3 compute up to 2.00 times as long as the median rank: that costs 33% of a "
         "round."
     )
-    assert replace(slow, also=(4,)).text("a round").startswith("Ranks 1 and 4 compute up to")
-    assert replace(slow, also=(4, 3, 7)).text("it").startswith("Ranks 1, 4, 3 and 1 more compute")
+    assert replace(slow, other_ranks=(4,)).text("a round").startswith("Ranks 1 and 4 compute up to")
+    assert replace(slow, other_ranks=(4, 3, 7)).text("it").startswith("Ranks 1, 4, 3 and 7 compute")
     assert (
-        replace(slow, also=tuple(range(2, 20)))
+        replace(slow, other_ranks=tuple(range(2, 20)))
         .text("it")
         .startswith("Ranks 1, 2, 3 and 16 more compute up to 2.00 times")
     )
@@ -87,7 +87,7 @@ def test_a_rank_that_is_late_without_computing_longer_is_named():
         "factor": 1.0,
         "cost_share": 1 / 3,
         "is_late": True,
-        "also": (),
+        "other_ranks": (),
     }
 
 
