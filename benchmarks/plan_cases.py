@@ -60,7 +60,7 @@ _LANGUAGE, _LARGE, _SMALL = (
 )
 SLOW = {25: 64, 100: 16, 200: 8}
 """Maps the rate of a slow link, in Mbit/s, to a batch size for the small model. With this batch
-size, a step's computation takes about as long as its exchange.
+size, a step's exchange takes about twice as long as its computation.
 """
 _SLOW = {rate: _language(2, 192, 1024, batch_size) for rate, batch_size in SLOW.items()}
 PIECES = (2, 4, 8, 16)

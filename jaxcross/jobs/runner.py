@@ -381,7 +381,7 @@ class Runner:
             try:
                 report = self._run()
             finally:
-                self._close_trackers()  # again, in case that the run has failed earlier
+                self._close_trackers()  # again, in case the run has failed earlier
         if self.world.estimate_request and self._engines[0].status == JobStatus.STOPPED:
             raise SystemExit(0)  # the estimate has been printed
         return report
@@ -808,10 +808,10 @@ def _agreed_exit(world: World, *, terminated: bool, own: BaseException | None) -
 
 
 def _wait_for_writers(world: World) -> None:
-    """Waits for all ranks.
+    """Waits until all ranks have written their output and sent their metrics to trackers.
 
-    As soon as one rank exits with a nonzero code, the others are terminated, even if they're still
-    writing their output, or sending metrics to a tracker.
+    When a rank exits with a nonzero code, the launcher terminates all others. So if a rank didn't
+    wait here before it exits, the others' last lines and metrics might be lost.
     """
     world.control.allreduce_min(np.zeros(1, np.int64))
 

@@ -81,8 +81,8 @@ class Outcome:
     def other_output(self) -> Iterator[tuple[str, str]]:
         """Yields each stream, and the text to show, of ranks that wrote something of their own.
 
-        Most programs print the same on every rank, which is only worth showing once. Of a progress
-        bar, which overwrites its line after each carriage return, only the last state is shown.
+        Most programs print the same on every rank, which is only worth showing once. A progress bar
+        overwrites its line after each carriage return, so we only show its last state.
         """
         for stream in ("out", "err"):
             first = "".join(self.written[0, stream])

@@ -204,10 +204,10 @@ def _params(params: Mapping[str, Any], known: Mapping[str, str]) -> Iterator[Any
 
 
 def _key(name: str) -> str:
-    """Returns the name in the form that MLflow allows.
+    """Converts the name of a metric or a parameter to one that MLflow accepts.
 
-    That's a relative path that can't be shortened, of certain characters. A single other name would
-    make MLflow refuse everything else in the same request.
+    MLflow only allows certain characters, and a name must be a normalised relative path. If a
+    single name is invalid, MLflow rejects the whole request.
     """
     parts = re.sub(r"[^\w\-. /:]", "_", name).split("/")
     return "/".join(part if part.strip(".") else "_" for part in parts)[:_LONGEST_KEY].rstrip("/")

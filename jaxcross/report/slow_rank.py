@@ -112,10 +112,10 @@ class SlowRank:
 
 
 def slowest(compute_s: Sequence[float]) -> tuple[list[int], float] | None:
-    """Returns the ranks that compute clearly longer than the median rank, the slowest first.
+    """Finds the ranks that compute clearly longer than the median rank.
 
-    Also returns the slowest rank's time, relative to the median rank's. Returns None if no rank is
-    clearly slower than the median rank.
+    Returns these ranks, the slowest first, and how many times as long as the median rank the
+    slowest of them computes. Returns None if there are no such ranks.
 
     Args:
         compute_s: The compute time of each rank.

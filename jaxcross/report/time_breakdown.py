@@ -296,10 +296,10 @@ def _slow_rank(
     order = list(terms)
     found = slowest([terms[rank].compute for rank in order])
     if found is not None:
-        slow, *also = (order[n] for n in found[0])
+        slow_ranks = [order[n] for n in found[0]]
         middle = median_low(each.bottleneck[0] for each in terms.values())
-        cost = _ratio(terms[slow].bottleneck[0] - middle, ranks[slow].period)
-        named = SlowRank.if_costly([slow, *also], found[1], cost)
+        cost = _ratio(terms[slow_ranks[0]].bottleneck[0] - middle, ranks[slow_ranks[0]].period)
+        named = SlowRank.if_costly(slow_ranks, found[1], cost)
         if named is not None:
             return named
     # With P ranks, there are about P² pairs, so each of them may only look at its own waits.

@@ -226,7 +226,7 @@ class Tracker(Instrument):
                 self.begin(job, 0)
 
     def end(self, job: str, status: str) -> None:
-        """Called once a job has ended and its last metrics have been passed to `metrics`.
+        """Called when a job has ended, after the last call of `metrics` for this job.
 
         Args:
             job: The job's name.
@@ -327,7 +327,7 @@ class Tracker(Instrument):
 
 
 def check_name(value: Any, argument: str, what: str) -> None:
-    """Checks an argument that names a place at the service, such as a project.
+    """Checks that an argument, such as the name of a project, is a string that isn't empty.
 
     Raises:
         ValueError: It isn't a string, or it's empty.

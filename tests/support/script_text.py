@@ -1,4 +1,4 @@
-"""Runs scripts in separate processes, and holds code that they share."""
+"""Runs scripts in separate processes, and contains code that several of them use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def raised(call):
 
 
 def run_to_end(code: str, timeout_s: float = 200) -> subprocess.CompletedProcess[str]:
-    """Runs a script whose last line prints `end`, and checks that it has got there."""
+    """Runs a script that prints `end` on its last line, and checks that it got that far."""
     done = subprocess.run(
         [*warm_python.COMMAND, "-c", code],
         capture_output=True,

@@ -30,7 +30,10 @@ class Element:
 
 
 class Page(HTMLParser):
-    """Reads HTML whose tags must be balanced. `text` includes the text of inner elements."""
+    """Parses HTML into a tree, and checks that every tag is closed in the right place.
+
+    The `text` of an element includes that of the elements inside it.
+    """
 
     def __init__(self, html: str) -> None:
         super().__init__()

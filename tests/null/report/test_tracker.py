@@ -94,7 +94,7 @@ def test_a_restart_sends_the_lines_of_the_metrics_file_first(tmp_path: Path) -> 
 
 
 def test_what_a_resumed_job_logs_again_at_its_step_is_left_out(tmp_path: Path) -> None:
-    """An evaluation at the restored step is repeated if the kill came before its end was saved."""
+    """If a job is killed before it has saved that an evaluation is over, it evaluates again."""
     service = attached(Service(), tmp_path)
     service.begin("a", 4, [{"step": n, "time": 5.0, "eval/n": n} for n in (2, 4)])
     service.metrics(job="a", step=4, values={"eval": {"n": 4}})
